@@ -1,0 +1,1 @@
+"""Nouns and rules: pure, no I/O."""

@@ -1,0 +1,187 @@
+"""What crosses Temporal: one dataclass in, one out, per workflow and activity, and queue names.
+
+Ids and small numbers only. Tokens stay in the ledger, weights in the object store. Fields are only
+ever added, with a default: running workflows must be able to read what older code wrote.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+WORKFLOW_QUEUE = "rollbook-workflows"
+LEDGER_QUEUE = "rollbook-ledger"
+
+
+def rollout_queue(environment: str) -> str:
+    """Task queue of the rollout workers that hold this environment."""
+    return f"rollout-{environment}"
+
+
+Closing = Literal["complete", "abandoned", "expired", "cancelled", "source_broken"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupIn:
+    """Input of GroupWorkflow: one generation of one task group."""
+
+    run: str
+    group: int
+    gen: int
+    batch: int
+    task: str
+    environment: str
+    size: int
+    samples: tuple[tuple[int, int], ...]  # (sample, attempt) to run, spares included
+    kept: int = 0  # members kept from earlier generations
+    submitted_version: int = 0
+    timeout_s: float | None = None  # seconds from submission
+    hard_cap_s: float = 86_400.0  # start_to_close: reclaims the worker slot
+    heartbeat_s: float = 60.0
+    resumes: int = 2  # Temporal retries of the same logical attempt (resumable environments)
+    completion: Literal["wait", "deadline"] = "wait"
+    on_stragglers: Literal["truncate", "discard", "carry_over"] | None = None
+    part0_admitted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOut:
+    """Result of GroupWorkflow, for people who look at it in the Temporal UI."""
+
+    state: str
+    members: int
+    resubmitted: dict[str, int] = field(default_factory=dict)
+    cause: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginGroup:
+    """Claims a generation of a group for one workflow execution."""
+
+    run: str
+    group: int
+    gen: int
+    workflow_id: str
+    first_execution_run_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptIn:
+    """Input of run_attempt: which attempt at which sample."""
+
+    run: str
+    group: int
+    sample: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptRef:
+    """What run_attempt returns: a reference into the ledger and the verdict. Below 300 bytes."""
+
+    sample: int
+    attempt: int
+    status: str
+    member: bool  # joined the group
+    surplus: bool = False  # would have joined, but the group was full
+    resubmit: str | None = None  # resubmission cause when the verdict is "again" (`unscored`)
+    cause: str | None = None  # truncation cause
+    reward: float | None = None
+    tokens: int = 0
+    turns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseAttempt:
+    """Asks the ledger what follows an attempt that will not join its group."""
+
+    run: str
+    group: int
+    gen: int
+    sample: int
+    attempt: int
+    cause: str | None  # resubmission cause, or None for surplus, close, human
+    status: str = "cancelled"  # status to write if the attempt has none yet
+    lost: bool = False  # the platform died under it: no failure, counted as a loss
+    error_type: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextAttempt:
+    """The ledger's answer: run this attempt, give the sample up, or close the group."""
+
+    next_attempt: int | None = None
+    give_up: bool = False
+    close: Closing | None = None
+    cause: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishGroup:
+    """Ends a generation of a group (or admits part 0 of it)."""
+
+    run: str
+    group: int
+    gen: int
+    outcome: Closing
+    part: int = 0
+    cause: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupVerdict:
+    """The group's state in the ledger after FinishGroup; `applied` is False for a lost race."""
+
+    state: str
+    applied: bool
+    members: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelSample:
+    """Signal: stop one attempt, with the ledger's cause. Duplicates are no-ops."""
+
+    sample: int
+    attempt: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close:
+    """Signal: stop the whole group."""
+
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishIn:
+    """Input of PublishWorkflow: make engines serve one version."""
+
+    run: str
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRef:
+    """One engine process. `engine` is its base URL; an incarnation ends with the process."""
+
+    run: str
+    version: int
+    engine: str
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineList:
+    """Engines that are alive and must acknowledge a version before it is served."""
+
+    engines: tuple[EngineRef, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOut:
+    """Result of PublishWorkflow."""
+
+    version: int
+    served: bool
+    acknowledged: int
+    engines: int

@@ -1,0 +1,1 @@
+"""rollbook: asynchronous RL post-training with durable rollout state."""

@@ -1,0 +1,1 @@
+"""The ledger (Postgres) and the object store (S3)."""

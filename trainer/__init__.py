@@ -1,0 +1,1 @@
+"""The torch process: plan, compute, apply, checkpoint, publish."""

@@ -1,0 +1,1 @@
+"""Deterministic orchestration on Temporal."""
