@@ -7,10 +7,10 @@ log-probabilities natural logarithms of the distribution that was sampled from (
 and filters).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 
 class Status(StrEnum):
@@ -51,6 +51,14 @@ class Reward:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
+class Numbers(Protocol):
+    """Token ids or log-probabilities: a list, a tuple or a one-dimensional numpy array."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Segment:
     """One sampling request: the whole prompt as ids, what was sampled, and under which version.
@@ -60,9 +68,9 @@ class Segment:
     `support` holds, per sampled id, the ids kept by filtered sampling.
     """
 
-    prompt_ids: Sequence[int]
-    sampled_ids: Sequence[int]
-    logprobs: Sequence[float]
+    prompt_ids: Numbers
+    sampled_ids: Numbers
+    logprobs: Numbers
     finish_reason: str
     version: int
     version_spans: Sequence[tuple[int, int]] | None = None

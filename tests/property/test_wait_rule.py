@@ -1,0 +1,68 @@
+"""`wait` never lets a group expire, and holds only when it must: checked against brute force."""
+
+import random
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from domain.packing import rows_needed
+from domain.staleness import choose_batch, may_advance
+
+
+def fits(current: int, groups: int, deadlines: tuple[int, ...]) -> bool:
+    """Exhaustive: can the deadlines be met by slots current+1, current+2, … of `groups` each?"""
+    if not deadlines:
+        return True
+    slots = [v for v in range(current + 1, max(deadlines) + 1) for _ in range(groups)]
+    if len(slots) < len(deadlines):
+        return False
+    for chosen in combinations(slots, len(deadlines)):
+        left = list(chosen)
+        for deadline in sorted(deadlines):
+            usable = [slot for slot in left if slot <= deadline]
+            if not usable:
+                break
+            left.remove(max(usable))
+        else:
+            return True
+    return False
+
+
+def test_hold_rule_equals_exhaustive_matching_on_10_000_instances() -> None:
+    draw = random.Random(7)
+    for _ in range(10_000):
+        groups, bound, current = draw.randint(1, 2), draw.randint(0, 3), 10
+        ages = [current - draw.randint(0, bound) for _ in range(draw.randint(0, 5))]
+        expected = fits(current, groups, tuple(v + bound for v in ages))
+        assert may_advance(current, groups, bound, ages) is expected, (groups, bound, ages)
+
+
+@given(
+    groups=st.integers(1, 3),
+    bound=st.integers(0, 3),
+    ready=st.lists(st.integers(7, 10), max_size=6),
+    running=st.lists(st.integers(7, 10), max_size=3),
+)
+@settings(max_examples=300)
+def test_a_hold_means_that_no_choice_is_safe(
+    groups: int, bound: int, ready: list[int], running: list[int]
+) -> None:
+    ready = [max(v, 10 - bound) for v in ready]
+    running = [max(v, 10 - bound) for v in running]
+    chosen = choose_batch(
+        dict(enumerate(ready)), {100 + i: v for i, v in enumerate(running)}, 10, groups, bound
+    )
+    if chosen is not None or len(ready) < groups:
+        return
+    for subset in combinations(range(len(ready)), groups):
+        rest = [v for i, v in enumerate(ready) if i not in subset]
+        assert not may_advance(10, groups, bound, [*rest, *running])
+
+
+@given(st.lists(st.integers(1, 16), max_size=40), st.randoms())
+def test_rows_needed_is_permutation_invariant(lengths: list[int], draw: random.Random) -> None:
+    shuffled = list(lengths)
+    draw.shuffle(shuffled)
+    assert rows_needed(lengths, 16) == rows_needed(shuffled, 16)
+    assert rows_needed(lengths, 16) * 16 >= sum(lengths)
