@@ -5,6 +5,7 @@ ever added, with a default: running workflows must be able to read what older co
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
 WORKFLOW_QUEUE = "rollbook-workflows"
@@ -17,6 +18,20 @@ def rollout_queue(environment: str) -> str:
 
 
 Closing = Literal["complete", "abandoned", "expired", "cancelled", "source_broken"]
+
+
+class AttemptFailure(StrEnum):
+    """Error types with which `run_attempt` fails (`ApplicationError.type`); all but the last are final.
+
+    Temporal matches them by exact name, so a value is part of the protocol.
+    """
+
+    INFRA_ERROR = "INFRA_ERROR"  # not the policy's fault: resubmitted, counted as a failure
+    CANCELLED = "CANCELLED"  # the source says so: resubmitted, counted as a failure
+    LOST = "LOST"  # the platform died under it and it cannot resume: resubmitted, no failure
+    FENCED = "FENCED"  # a newer execution owns the attempt; nothing was written
+    SOURCE_BROKEN = "SOURCE_BROKEN"  # the source broke its contract: the run fails
+    WORKER_SHUTDOWN = "WORKER_SHUTDOWN"  # retried by Temporal, on another worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +53,7 @@ class GroupIn:
     heartbeat_s: float = 60.0
     resumes: int = 2  # Temporal retries of the same logical attempt (resumable environments)
     completion: Literal["wait", "deadline"] = "wait"
+    min_members: int | None = None  # under "deadline": the quorum
     on_stragglers: Literal["truncate", "discard", "carry_over"] | None = None
     part0_admitted: bool = False
 
@@ -150,6 +166,24 @@ class Close:
     """Signal: stop the whole group."""
 
     cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveAttempt:
+    """An attempt that a workflow still answers for: running, or between its end and its successor."""
+
+    sample: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupState:
+    """Answer of GroupWorkflow's query `state`."""
+
+    stage: str
+    members: int
+    live: tuple[LiveAttempt, ...] = ()
+    resubmitted: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
