@@ -123,9 +123,11 @@ class CloseAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class NextAttempt:
-    """The ledger's answer: run this attempt, give the sample up, or close the group."""
+    """The ledger's answer: run this attempt, adopt the one that stands, give the sample up, or close
+    the group."""
 
     next_attempt: int | None = None
+    adopted: AttemptRef | None = None  # it had ended in the ledger and joined: its result counts
     give_up: bool = False
     close: Closing | None = None
     cause: str | None = None
