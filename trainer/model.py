@@ -195,6 +195,8 @@ class Policy:
         """
         generator = torch.Generator().manual_seed(7)
         chains = [torch.randint(self.vocabulary, (n,), generator=generator) for n in (6, 1, 9)]
+        if (pad := self.network.config.get_text_config().pad_token_id) is not None:
+            chains = [c.where(c != pad, (pad + 1) % self.vocabulary) for c in chains]  # no warning
         ids = torch.cat([*chains, torch.zeros(2, dtype=torch.long)])[None].to(self.device)
         positions = torch.cat([torch.arange(len(c)) for c in chains] + [torch.zeros(2).long()])
         sampled = positions[None] > 0

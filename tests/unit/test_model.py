@@ -55,14 +55,15 @@ def packed(*rows):
 
 def alone(policy, chain, prompt, temperature=1.0):
     logits = policy.network(torch.tensor([chain]), use_cache=False).logits[0] / temperature
-    scores = logits.log_softmax(-1)
+    scores = logits.detach().log_softmax(-1)
     return [float(scores[t - 1, chain[t]]) for t in range(prompt, len(chain))]
 
 
 def test_packed_scores_equal_those_of_each_chain_alone(tiny):
     chains = [([1, 2, 3, 10, 3, 2, 1, 11], 4), ([4, 10, 4], 2), ([5], 1), ([7, 10, 7, 11], 2)]
     micro = packed(chains[:3], chains[3:])
-    scores = tiny.score(micro, 0.7)
+    with torch.no_grad():
+        scores = tiny.score(micro, 0.7)
     expected = [x for ids, prompt in chains for x in alone(tiny, ids, prompt, 0.7)]
     assert scores.logprobs_RW[micro.sampled_RW].tolist() == pytest.approx(expected, abs=1e-5)
     assert bool((scores.logprobs_RW[~micro.sampled_RW] == 0).all())
@@ -73,7 +74,9 @@ def test_entropy_is_that_of_the_tempered_distribution(tiny):
     micro = packed([([1, 10, 1], 2)])
     logits = tiny.network(torch.tensor([[1, 10, 1]]), use_cache=False).logits[0, 1] / 2.0
     expected = torch.distributions.Categorical(logits=logits).entropy()
-    assert float(tiny.score(micro, 2.0).entropy_RW.sum()) == pytest.approx(float(expected), 1e-5)
+    assert float(tiny.score(micro, 2.0).entropy_RW.sum().detach()) == pytest.approx(
+        float(expected.detach()), 1e-5
+    )
 
 
 def test_filtered_tokens_are_scored_on_the_recorded_support(tiny):
@@ -82,11 +85,12 @@ def test_filtered_tokens_are_scored_on_the_recorded_support(tiny):
     support = torch.tensor([[3, 7, 5, 1, 0, -1]])
     columns = torch.tensor([[2, 2, 7, 7, 7, -1]])
     micro = Micro(plain.ids_RW, plain.positions_RW, plain.sampled_RW, support, columns)
-    scores = tiny.score(micro, 0.5)
+    with torch.no_grad():
+        scores = tiny.score(micro, 0.5)
     first = (tiny.network(torch.tensor([[1, 10]])).logits[0, 1] / 0.5)[[3, 7]].log_softmax(0)[0]
     second = (tiny.network(torch.tensor([[2, 10]])).logits[0, 1] / 0.5)[[5, 1, 0]].log_softmax(0)[0]
-    assert float(scores.logprobs_RW[0, 2]) == pytest.approx(float(first), abs=1e-5)
-    assert float(scores.logprobs_RW[0, 7]) == pytest.approx(float(second), abs=1e-5)
+    assert float(scores.logprobs_RW[0, 2]) == pytest.approx(float(first.detach()), abs=1e-5)
+    assert float(scores.logprobs_RW[0, 7]) == pytest.approx(float(second.detach()), abs=1e-5)
     assert torch.equal(scores.logprobs_RW[0, 3:5], scores.full_RW[0, 3:5])
     assert float(scores.full_RW[0, 2]) < float(scores.logprobs_RW[0, 2])
 
