@@ -1,0 +1,118 @@
+"""Load the source that a configuration names, and check that it and the settings belong together."""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from domain.config import RunConfig
+from domain.environments import Env, HarnessSource, PromptSource, SessionSource, Source
+from domain.errors import ConfigError
+from domain.tools import Tool
+
+_HOOKS = ("reset", "on_turn", "reward", "on_truncated", "snapshot", "restore", "close")
+
+
+def load(config: RunConfig) -> Source:
+    """The source of `tasks.source`, checked.
+
+    Raises:
+        ConfigError: it cannot be imported, is no source, or contradicts the configuration.
+    """
+    value = resolve(config.tasks.source, root=Path(config.root), key="tasks.source")
+    if inspect.isclass(value) or inspect.isfunction(value):
+        value = value()
+    check(value, config)
+    source: Source = value
+    return source
+
+
+def resolve(reference: str, *, root: Path, key: str) -> Any:
+    """The object that `module:name` names; modules beside the configuration come first.
+
+    Raises:
+        ConfigError: names the key, the reference and what is missing.
+    """
+    module_name, colon, name = reference.partition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(f"{key} = {reference!r} is not of the form module:name")
+    folder = str(root.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        value: Any = import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only the module's own absence is about the key; what it imports is another problem.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{key} = {reference!r}: no module {module_name!r}, neither in {folder} nor installed"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise ConfigError(f"{key} = {reference!r}: module {module_name!r} has no {name!r}")
+        value = getattr(value, part)
+    return value
+
+
+def check(source: object, config: RunConfig) -> None:
+    """Refuse an object that is no source, or settings that it cannot serve.
+
+    Raises:
+        ConfigError: names the source, the setting and the remedy.
+    """
+    name = type(source).__name__
+    if isinstance(source, HarnessSource):
+        raise ConfigError(
+            "HarnessSource needs the recording gateway, which this version does not have yet; "
+            "write an Env or a SessionSource"
+        )
+    if isinstance(source, PromptSource):
+        if not callable(source.reward):
+            raise ConfigError(f"PromptSource's reward is {source.reward!r}, which is no function")
+        return
+    if isinstance(source, Env):
+        _check_env(source, config)
+        return
+    if not isinstance(source, SessionSource):
+        raise ConfigError(
+            f"tasks.source gives a {name}; it must be an Env, a PromptSource or an object with "
+            "`async def run(task, recorder)`"
+        )
+    if not inspect.iscoroutinefunction(source.run):
+        raise ConfigError(f"{name}.run must be an async function")
+
+
+def _check_env(env: Env, config: RunConfig) -> None:
+    name = type(env).__name__
+    for hook in _HOOKS:
+        if not inspect.iscoroutinefunction(getattr(env, hook)):
+            raise ConfigError(f"{name}.{hook} must be an async function")
+    needed = {"snapshot": ("snapshot", "restore")}.get(env.recovery, ())
+    if env.recovery not in ("drop", "stateless", "snapshot"):
+        raise ConfigError(
+            f'{name}.recovery = {env.recovery!r}; it is "drop", "stateless" or "snapshot"'
+        )
+    missing = [hook for hook in ("reset", "reward", *needed) if not _overrides(env, hook)]
+    if missing:
+        raise ConfigError(f"{name} must implement {', '.join(missing)}")
+    entries: Sequence[object] = env.tools
+    wrong = [entry for entry in entries if not isinstance(entry, Tool)]
+    if wrong:
+        raise ConfigError(f"{name}.tools holds {wrong[0]!r}; decorate it with @tool")
+    names = [entry.name for entry in env.tools]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{name}.tools has two tools of one name: {sorted(names)}")
+    policies = {config.trainer.truncation, *config.trainer.truncation_by_cause.values()}
+    judged = sorted(policies & {"score", "drop"})
+    if judged and not _overrides(env, "on_truncated"):
+        raise ConfigError(
+            f'trainer.truncation "{judged[0]}" needs a verdict on truncated rollouts: implement '
+            f'{name}.on_truncated, or use "mask" or "zero"'
+        )
+
+
+def _overrides(env: Env, hook: str) -> bool:
+    return getattr(type(env), hook) is not getattr(Env, hook)

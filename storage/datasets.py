@@ -1,0 +1,76 @@
+"""Read the data set that a configuration names: a JSONL file, or a Python object."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from domain.config import RunConfig
+from domain.data import TaskStream, as_tasks
+from domain.errors import ConfigError
+from domain.rollouts import Task
+from domain.sources import resolve
+
+
+def open_stream(config: RunConfig) -> TaskStream:
+    """The task stream of `[tasks]`.
+
+    Raises:
+        ConfigError: the data cannot be read; names the file and the row.
+    """
+    return TaskStream(
+        tasks=read_tasks(config.tasks.dataset, root=Path(config.root)),
+        batch_size=config.tasks.batch_size,
+        epochs=config.tasks.epochs,
+        seed=config.seed,
+        shuffle=config.tasks.shuffle,
+    )
+
+
+def read_tasks(dataset: str, *, root: Path) -> list[Task]:
+    """The tasks of a JSONL file or of `module:name`, in file order.
+
+    Raises:
+        ConfigError: names the file or object, the row and what is wrong with it.
+    """
+    if dataset.endswith((".jsonl", ".ndjson")):
+        return _read_jsonl(root / dataset)
+    if ":" not in dataset:
+        raise ConfigError(
+            f"tasks.dataset = {dataset!r} is neither a .jsonl file nor of the form module:name"
+        )
+    value = resolve(dataset, root=root, key="tasks.dataset")
+    if callable(value):
+        value = value()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise ConfigError(
+            f"tasks.dataset = {dataset!r} is a {type(value).__name__}; it must be a sequence of "
+            "tasks, or a function that returns one"
+        )
+    return as_tasks(enumerate(value), origin=dataset)
+
+
+def _read_jsonl(path: Path) -> list[Task]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read data set {path}: {error.strerror}") from error
+    # Bytes are split on newlines alone: splitlines() on text would also split on U+2028, which
+    # JSON strings may hold. An empty line keeps its number and makes no task.
+    lines = enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)
+    rows = ((n, _parse(line, f"{path}, line {n}")) for n, line in lines if line.strip())
+    return as_tasks(rows, origin=str(path), word="line")
+
+
+def _parse(line: bytes, where: str) -> object:
+    try:
+        value: object = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON ({error})") from error
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
