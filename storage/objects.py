@@ -1,0 +1,383 @@
+"""The object store: S3 with create-only writes and verified digests.
+
+An object is written once and never changed: every put carries `If-None-Match: *`, so of several
+writers exactly one wins, and a writer that finds its own bytes there already has succeeded (it, or
+an earlier try whose answer was lost). No read returns bytes whose SHA-256 was promised and differs.
+Large objects travel in parts, in parallel. Everything here is synchronous and thread-safe.
+"""
+
+import base64
+import contextlib
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from domain.config import Services
+from domain.errors import ConfigError, DigestMismatch, ObjectError, ObjectMissing
+
+if TYPE_CHECKING:
+    from types_boto3_s3.client import S3Client
+    from types_boto3_s3.type_defs import CompletedPartTypeDef
+
+R = TypeVar("R")
+
+PART_BYTES = 16 * 2**20
+_MOST_PARTS = 9000  # S3 allows 10,000
+_CHUNK = 2**20
+_CONFLICT_TRIES = 5
+_MISSING = {"404", "NoSuchKey", "NotFound"}
+_REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One object in a listing."""
+
+    key: str
+    bytes: int
+    modified: datetime
+
+
+class ObjectStore:
+    """One bucket."""
+
+    def __init__(self, services: Services, *, threads: int = 4, attempts: int = 8) -> None:
+        """Open a client; nothing is sent yet.
+
+        Args:
+            services: address, bucket and keys.
+            threads: parts of one object in flight at once.
+            attempts: tries of one request against connection errors, 5xx and throttling, with
+                exponential back-off; eight outlast a restart of the store.
+
+        Raises:
+            ConfigError: the address is no URL.
+        """
+        if not services.s3_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"ROLLBOOK_S3_ENDPOINT = {services.s3_endpoint!r} is no address; write "
+                "http://host:port or https://host"
+            )
+        self.bucket = services.s3_bucket
+        self.endpoint = services.s3_endpoint
+        self._threads = threads
+        self._s3: S3Client = boto3.session.Session().client(
+            "s3",
+            endpoint_url=services.s3_endpoint,
+            aws_access_key_id=services.s3_access_key,
+            aws_secret_access_key=services.s3_secret_key,
+            region_name=services.s3_region,
+            config=Config(
+                signature_version="s3v4",
+                s3={"addressing_style": "path"},
+                retries={"mode": "standard", "total_max_attempts": attempts},
+                # The newer defaults send trailing checksums that several stores refuse.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                max_pool_connections=4 * threads,
+                connect_timeout=5,
+                read_timeout=60,
+            ),
+        )
+
+    def prepare(self) -> None:
+        """Make sure that the bucket exists, can be written, and honours create-only puts.
+
+        Raises:
+            ConfigError: the store cannot be reached, refuses the keys, or overwrites an object
+                that was to be created only if absent.
+        """
+        where = f"the S3 store {self.endpoint} (ROLLBOOK_S3_ENDPOINT)"
+        try:
+            self._ensure_bucket()
+            key = f".rollbook/probe-{uuid.uuid4()}"
+            won = [self._create(key, b"probe", digest(b"probe")) for _ in range(2)]
+            self._s3.delete_object(Bucket=self.bucket, Key=key)
+        except ClientError as error:
+            if _code(error) in _REFUSED:
+                raise ConfigError(
+                    f"{where} refuses the keys for bucket {self.bucket!r} ({_code(error)}); check "
+                    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and their rights on the bucket"
+                ) from error
+            raise ConfigError(f"{where} does not serve bucket {self.bucket!r}: {error}") from error
+        except BotoCoreError as error:
+            raise ConfigError(f"{where} cannot be used: {error}") from error
+        if won != [True, False]:
+            raise ConfigError(
+                f"{where} ignores If-None-Match: a second put overwrote the first; rollbook needs a "
+                "store with conditional writes (S3, SeaweedFS, MinIO, R2)"
+            )
+
+    def put_new(self, key: str, body: bytes | Path, *, sha256: str) -> bool:
+        """Create an object. Idempotent: the same bytes under the same key are a success.
+
+        Args:
+            key: where.
+            body: bytes, or a file that is not changed meanwhile.
+            sha256: hex digest the body must have.
+
+        Returns:
+            Whether this call created it; False if it was there already.
+
+        Raises:
+            DigestMismatch: the body is not what was promised, or the key holds other bytes.
+            ObjectError: the store refused or could not be reached.
+        """
+        found = digest(body)
+        if found != sha256:
+            raise DigestMismatch(
+                f"what was to be stored as {key!r} has sha256 {found}, not the promised {sha256}; "
+                "it changed after its digest was taken"
+            )
+        with self._asking(key):
+            size = len(body) if isinstance(body, bytes) else body.stat().st_size
+            if size > PART_BYTES:
+                created = self._create_in_parts(key, body, size, sha256)
+            else:
+                content = body if isinstance(body, bytes) else body.read_bytes()
+                created = self._create(key, content, sha256)
+        if not created:
+            self._require_same(key, sha256)
+        return created
+
+    def get(self, key: str, *, sha256: str | None = None) -> bytes:
+        """The bytes of an object, verified if their digest is known.
+
+        Raises:
+            ObjectMissing: there is no such object.
+            DigestMismatch: its bytes are not the promised ones.
+        """
+        with self._asking(key):
+            content = self._s3.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+        if sha256 is not None:
+            self._require(key, digest(content), sha256)
+        return content
+
+    def download(self, key: str, path: Path, *, sha256: str) -> None:
+        """Fetch an object into a file; the file appears only once its digest is verified.
+
+        Raises:
+            ObjectMissing: there is no such object.
+            DigestMismatch: its bytes are not the promised ones.
+        """
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+        try:
+            with self._asking(key):
+                self._fetch_in_parts(key, draft)
+            self._require(key, digest(draft), sha256)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object."""
+        try:
+            with self._asking(key):
+                self._s3.head_object(Bucket=self.bucket, Key=key)
+        except ObjectMissing:
+            return False
+        return True
+
+    def list(self, prefix: str) -> list[Entry]:
+        """All objects whose key starts with the prefix, in key order."""
+        with self._asking(prefix):
+            pages = self._s3.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=prefix
+            )
+            return [
+                Entry(key=item["Key"], bytes=item["Size"], modified=item["LastModified"])
+                for page in pages
+                for item in page.get("Contents", [])
+            ]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; those that are gone already do not matter.
+
+        Raises:
+            ObjectError: names the objects the store kept.
+        """
+        names = [*keys]
+        for start in range(0, len(names), 1000):
+            some = names[start : start + 1000]
+            with self._asking(some[0]):
+                answer = self._s3.delete_objects(
+                    Bucket=self.bucket,
+                    Delete={"Objects": [{"Key": key} for key in some], "Quiet": True},
+                )
+            if kept := answer.get("Errors"):
+                told = ", ".join(f"{e.get('Key')} ({e.get('Code')})" for e in kept[:5])
+                raise ObjectError(f"{len(kept)} objects were not deleted: {told}")
+
+    def _ensure_bucket(self) -> None:
+        try:
+            self._s3.head_bucket(Bucket=self.bucket)
+        except ClientError as error:
+            if _code(error) not in _MISSING | {"NoSuchBucket"}:
+                raise
+            with contextlib.suppress(self._s3.exceptions.BucketAlreadyOwnedByYou):
+                self._s3.create_bucket(Bucket=self.bucket)
+
+    def _create(self, key: str, content: bytes, sha256: str) -> bool:
+        """Put if absent; whether it was. The store checks the digest of what arrives."""
+        return self._conditionally(
+            lambda: self._s3.put_object(
+                Bucket=self.bucket,
+                Key=key,
+                Body=content,
+                IfNoneMatch="*",
+                ChecksumSHA256=base64.b64encode(bytes.fromhex(sha256)).decode(),
+                Metadata={"sha256": sha256},
+            )
+        )
+
+    def _create_in_parts(self, key: str, body: bytes | Path, size: int, sha256: str) -> bool:
+        part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
+
+        def whole() -> None:
+            upload = self._s3.create_multipart_upload(
+                Bucket=self.bucket, Key=key, Metadata={"sha256": sha256}
+            )["UploadId"]
+
+            def send(number: int) -> "CompletedPartTypeDef":
+                content = _slice(body, (number - 1) * part_bytes, part_bytes)
+                answer = self._s3.upload_part(
+                    Bucket=self.bucket,
+                    Key=key,
+                    UploadId=upload,
+                    PartNumber=number,
+                    Body=content,
+                    ContentMD5=base64.b64encode(
+                        hashlib.md5(content, usedforsecurity=False).digest()
+                    ).decode(),
+                )
+                return {"PartNumber": number, "ETag": answer["ETag"]}
+
+            done = False
+            try:
+                parts = self._in_parallel(send, range(1, -(-size // part_bytes) + 1))
+                self._s3.complete_multipart_upload(
+                    Bucket=self.bucket,
+                    Key=key,
+                    UploadId=upload,
+                    MultipartUpload={"Parts": parts},
+                    IfNoneMatch="*",
+                )
+                done = True
+            finally:
+                if not done:
+                    with contextlib.suppress(ClientError, BotoCoreError):
+                        self._s3.abort_multipart_upload(
+                            Bucket=self.bucket, Key=key, UploadId=upload
+                        )
+
+        # Parts are work: look before, the condition at the end only settles a race.
+        return not self.exists(key) and self._conditionally(whole)
+
+    def _conditionally(self, create: Callable[[], object]) -> bool:
+        """Run a create-only request; False if the object was there first."""
+        for attempt in range(_CONFLICT_TRIES):
+            try:
+                create()
+            except ClientError as error:
+                if _code(error) in ("412", "PreconditionFailed"):
+                    return False
+                # 409: another conditional write was under way; NoSuchUpload: the answer to the
+                # completion was lost. Both are settled by doing it again.
+                settled = ("409", "ConditionalRequestConflict", "NoSuchUpload")
+                if _code(error) not in settled or attempt == _CONFLICT_TRIES - 1:
+                    raise
+            else:
+                return True
+        raise AssertionError("unreachable")
+
+    def _fetch_in_parts(self, key: str, path: Path) -> None:
+        head = self._s3.head_object(Bucket=self.bucket, Key=key)
+        size, tag = head["ContentLength"], head["ETag"]
+        with path.open("wb") as file:
+            os.truncate(file.fileno(), size)
+
+            def receive(start: int) -> None:
+                end = min(start + PART_BYTES, size) - 1
+                # If-Match: all parts are of one object, even if somebody replaces it meanwhile.
+                answer = self._s3.get_object(
+                    Bucket=self.bucket, Key=key, Range=f"bytes={start}-{end}", IfMatch=tag
+                )
+                position = start
+                for chunk in answer["Body"].iter_chunks(_CHUNK):
+                    os.pwrite(file.fileno(), chunk, position)
+                    position += len(chunk)
+
+            self._in_parallel(receive, range(0, size, PART_BYTES))
+
+    def _in_parallel(self, act: Callable[[int], R], items: Iterable[int]) -> Sequence[R]:
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="s3") as pool:
+            return [*pool.map(act, items)]
+
+    def _require_same(self, key: str, sha256: str) -> None:
+        """The object that was there first must hold the same bytes."""
+        with self._asking(key):
+            head = self._s3.head_object(Bucket=self.bucket, Key=key)
+        held = head["Metadata"].get("sha256") or digest(self.get(key))
+        if held != sha256:
+            raise DigestMismatch(
+                f"{key!r} exists already with other bytes (sha256 {held}, ours {sha256}); objects "
+                "are never overwritten: another writer used this key, write under a new one"
+            )
+
+    def _require(self, key: str, found: str, promised: str) -> None:
+        if found != promised:
+            raise DigestMismatch(
+                f"object {key!r} in bucket {self.bucket!r} has sha256 {found}, the ledger or "
+                f"manifest promises {promised}: it was damaged or replaced; restore the object, or "
+                "go back to an earlier version or checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def _asking(self, key: str) -> Iterator[None]:
+        """Turn the client's errors into ours; the object is named."""
+        try:
+            yield
+        except ClientError as error:
+            code = _code(error)
+            if code in _MISSING:
+                raise ObjectMissing(
+                    f"no object {key!r} in bucket {self.bucket!r} at {self.endpoint}; it was never "
+                    "completely uploaded, or deleted since"
+                ) from error
+            if code == "NoSuchBucket":
+                raise ObjectMissing(
+                    f"no bucket {self.bucket!r} at {self.endpoint}; check ROLLBOOK_S3_BUCKET"
+                ) from error
+            raise ObjectError(f"{self.endpoint} refused {key!r}: {error}") from error
+        except BotoCoreError as error:
+            raise ObjectError(f"{self.endpoint} failed for {key!r}: {error}") from error
+
+
+def digest(body: bytes | Path) -> str:
+    """SHA-256 of bytes or of a file, in hex."""
+    if isinstance(body, bytes):
+        return hashlib.sha256(body).hexdigest()
+    with body.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _slice(body: bytes | Path, start: int, length: int) -> bytes:
+    if isinstance(body, bytes):
+        return body[start : start + length]
+    with body.open("rb") as file:
+        file.seek(start)
+        return file.read(length)
+
+
+def _code(error: ClientError) -> str:
+    return error.response.get("Error", {}).get("Code", "")

@@ -1,0 +1,236 @@
+"""The object store against the real S3 server: what is promised is what is read, or an error."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import boto3
+import pytest
+from botocore.config import Config
+
+from domain.config import Services
+from domain.errors import ConfigError, DigestMismatch, ObjectError, ObjectMissing
+from storage import manifests, objects
+from storage.objects import ObjectStore, digest
+
+
+@pytest.fixture(scope="module")
+def store(s3_services: Services) -> ObjectStore:
+    opened = ObjectStore(s3_services)
+    opened.prepare()
+    return opened
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> str:
+    return f"tests/{request.node.name}-{os.urandom(4).hex()}"
+
+
+def overwrite(services: Services, key: str, body: bytes) -> None:
+    """Replace an object behind rollbook's back."""
+    client = boto3.client(
+        "s3",
+        endpoint_url=services.s3_endpoint,
+        aws_access_key_id=services.s3_access_key,
+        aws_secret_access_key=services.s3_secret_key,
+        region_name=services.s3_region,
+        config=Config(signature_version="s3v4", s3={"addressing_style": "path"}),
+    )
+    client.put_object(Bucket=services.s3_bucket, Key=key, Body=body)
+
+
+def test_put_is_idempotent_and_never_overwrites(store: ObjectStore, prefix: str) -> None:
+    key = f"{prefix}/a"
+    assert store.put_new(key, b"one", sha256=digest(b"one")) is True
+    assert store.put_new(key, b"one", sha256=digest(b"one")) is False
+    with pytest.raises(DigestMismatch, match="exists already with other bytes"):
+        store.put_new(key, b"two", sha256=digest(b"two"))
+    assert store.get(key, sha256=digest(b"one")) == b"one"
+
+
+def test_a_body_that_is_not_what_was_promised_is_not_stored(
+    store: ObjectStore, prefix: str
+) -> None:
+    with pytest.raises(DigestMismatch, match="not the promised"):
+        store.put_new(f"{prefix}/a", b"one", sha256=digest(b"two"))
+    assert not store.exists(f"{prefix}/a")
+
+
+@pytest.mark.parametrize("size", [100, objects.PART_BYTES + 1])
+def test_of_racing_writers_exactly_one_wins(store: ObjectStore, prefix: str, size: int) -> None:
+    key, start = f"{prefix}/a", threading.Barrier(8)
+    bodies = [bytes([i]) * size for i in range(8)]
+
+    def write(body: bytes) -> bool:
+        start.wait()
+        try:
+            return store.put_new(key, body, sha256=digest(body))
+        except DigestMismatch:
+            return False
+
+    with ThreadPoolExecutor(8) as pool:
+        won = [*pool.map(write, bodies)]
+    assert won.count(True) == 1
+    assert store.get(key) == bodies[won.index(True)]
+
+
+def test_a_large_object_travels_in_parts(store: ObjectStore, prefix: str, tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(os.urandom(2 * objects.PART_BYTES + 12345))
+    own = digest(source)
+    assert store.put_new(f"{prefix}/big", source, sha256=own) is True
+    assert store.put_new(f"{prefix}/big", source, sha256=own) is False
+    store.download(f"{prefix}/big", copy, sha256=own)
+    assert digest(copy) == own
+    assert {*tmp_path.iterdir()} == {source, copy}
+
+
+def test_an_empty_object_can_be_stored_and_fetched(
+    store: ObjectStore, prefix: str, tmp_path: Path
+) -> None:
+    store.put_new(f"{prefix}/empty", b"", sha256=digest(b""))
+    store.download(f"{prefix}/empty", tmp_path / "empty", sha256=digest(b""))
+    assert (tmp_path / "empty").read_bytes() == b""
+
+
+def test_a_changed_byte_is_detected_and_no_file_appears(
+    store: ObjectStore, s3_services: Services, prefix: str, tmp_path: Path
+) -> None:
+    key, body = f"{prefix}/a", bytearray(os.urandom(100_000))
+    promised = digest(bytes(body))
+    store.put_new(key, bytes(body), sha256=promised)
+    body[77_777] ^= 1
+    overwrite(s3_services, key, bytes(body))
+    with pytest.raises(DigestMismatch, match=key):
+        store.get(key, sha256=promised)
+    with pytest.raises(DigestMismatch, match="go back to an earlier version"):
+        store.download(key, tmp_path / "a", sha256=promised)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_missing_objects_are_named(store: ObjectStore, prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(ObjectMissing, match=f"{prefix}/none"):
+        store.get(f"{prefix}/none")
+    with pytest.raises(ObjectMissing, match=f"{prefix}/none"):
+        store.download(f"{prefix}/none", tmp_path / "x", sha256=digest(b""))
+    assert store.exists(f"{prefix}/none") is False
+
+
+def test_listing_and_deleting(store: ObjectStore, prefix: str) -> None:
+    for name in ("b", "a", "c"):
+        store.put_new(f"{prefix}/{name}", name.encode(), sha256=digest(name.encode()))
+    assert [e.key for e in store.list(f"{prefix}/")] == [f"{prefix}/{n}" for n in "abc"]
+    store.delete([f"{prefix}/a", f"{prefix}/b", f"{prefix}/never-there"])
+    assert [(e.key, e.bytes) for e in store.list(f"{prefix}/")] == [(f"{prefix}/c", 1)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "variable"),
+    [
+        ({"s3_secret_key": "wrong"}, "AWS_SECRET_ACCESS_KEY"),
+        ({"s3_access_key": "wrong"}, "AWS_ACCESS_KEY_ID"),
+        ({"s3_endpoint": "http://127.0.0.1:1"}, "ROLLBOOK_S3_ENDPOINT"),
+        ({"s3_endpoint": "no address"}, "ROLLBOOK_S3_ENDPOINT"),
+    ],
+)
+def test_a_wrong_address_or_key_is_refused_by_name(
+    s3_services: Services, wrong: dict[str, str], variable: str
+) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        ObjectStore(s3_services.model_copy(update=wrong), attempts=1).prepare()
+
+
+FILES = {"shard-0.safetensors": b"zero" * 1000, "sub/shard-1.safetensors": b"one" * 1000}
+
+
+def weights(store: ObjectStore, prefix: str, **changed: object) -> manifests.Stored:
+    tensors = {"w": {"dtype": "F32", "shape": [2, 3], "file": "shard-0.safetensors"}}
+    meta = changed.get("meta", {"model": "models/x/manifest.json"})
+    assert isinstance(meta, dict)
+    return manifests.upload(
+        store, prefix, FILES, kind="weights", sha256="ab" * 32, tensors=tensors, meta=meta
+    )
+
+
+def test_a_set_comes_back_as_it_was(store: ObjectStore, prefix: str, tmp_path: Path) -> None:
+    stored = weights(store, prefix)
+    assert weights(store, prefix) == stored
+    assert stored.bytes == sum(map(len, FILES.values()))
+    for promised in (None, "ab" * 32, stored.manifest_sha256):
+        found = manifests.fetch(store, stored.manifest_key, tmp_path / "w", sha256=promised)
+        assert found.meta == {"model": "models/x/manifest.json"}
+        assert found.tensors["w"].shape == (2, 3)
+    assert {name: (tmp_path / "w" / name).read_bytes() for name in FILES} == FILES
+    assert not (tmp_path / "w.tmp").exists()
+
+
+def test_a_set_described_anew_keeps_its_first_manifest(store: ObjectStore, prefix: str) -> None:
+    first = weights(store, prefix)
+    assert weights(store, prefix, meta={"probe": [1]}) == first
+    with pytest.raises(DigestMismatch, match="prefix is used once"):
+        manifests.upload(store, prefix, {}, kind="weights", sha256="cd" * 32)
+
+
+def test_half_an_upload_is_no_set(store: ObjectStore, prefix: str, tmp_path: Path) -> None:
+    for name, body in FILES.items():
+        store.put_new(f"{prefix}/{name}", body, sha256=digest(body))
+    with pytest.raises(ObjectMissing, match="never completely uploaded"):
+        manifests.fetch(store, f"{prefix}/manifest.json", tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+    assert weights(store, prefix).bytes > 0
+
+
+def test_a_set_with_a_missing_or_damaged_file_never_appears(
+    store: ObjectStore, s3_services: Services, prefix: str, tmp_path: Path
+) -> None:
+    stored = weights(store, prefix)
+    overwrite(s3_services, f"{prefix}/sub/shard-1.safetensors", b"two" * 1000)
+    with pytest.raises(DigestMismatch, match="sub/shard-1"):
+        manifests.fetch(store, stored.manifest_key, tmp_path / "w")
+    store.delete([f"{prefix}/sub/shard-1.safetensors"])
+    with pytest.raises(ObjectMissing, match="sub/shard-1"):
+        manifests.fetch(store, stored.manifest_key, tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_replaced_manifest_is_refused(
+    store: ObjectStore, s3_services: Services, prefix: str, tmp_path: Path
+) -> None:
+    stored = weights(store, prefix)
+    manifest = manifests.read(store, stored.manifest_key)
+    other = manifest.model_copy(update={"sha256": "ef" * 32})
+    overwrite(s3_services, stored.manifest_key, other.encode())
+    with pytest.raises(DigestMismatch, match="it was replaced"):
+        manifests.fetch(store, stored.manifest_key, tmp_path / "w", sha256="ab" * 32)
+    outside = manifest.model_copy(
+        update={"files": {"../x": manifests.File(sha256="0" * 64, bytes=1)}}
+    )
+    overwrite(s3_services, stored.manifest_key, outside.encode())
+    with pytest.raises(ObjectError, match="plain path"):
+        manifests.fetch(store, stored.manifest_key, tmp_path / "w")
+
+
+def test_a_damaged_local_copy_is_replaced(store: ObjectStore, prefix: str, tmp_path: Path) -> None:
+    stored = weights(store, prefix)
+    manifests.fetch(store, stored.manifest_key, tmp_path / "w")
+    (tmp_path / "w" / "shard-0.safetensors").write_bytes(b"zerO" * 1000)
+    manifests.fetch(store, stored.manifest_key, tmp_path / "w")
+    assert (tmp_path / "w" / "shard-0.safetensors").read_bytes() == FILES["shard-0.safetensors"]
+
+
+def test_concurrent_fetches_share_one_folder(
+    store: ObjectStore, prefix: str, tmp_path: Path
+) -> None:
+    stored = weights(store, prefix)
+    with ThreadPoolExecutor(4) as pool:
+        tried = [
+            pool.submit(manifests.fetch, store, stored.manifest_key, tmp_path / "w")
+            for _ in range(4)
+        ]
+    assert len({one.result().encode() for one in tried}) == 1
+
+
+def test_a_removed_set_is_gone(store: ObjectStore, prefix: str) -> None:
+    manifests.remove(store, weights(store, prefix).manifest_key)
+    assert store.list(prefix) == []
