@@ -83,7 +83,7 @@ class Segment:
         """`(version, tokens)` pairs that add up to the sampled tokens."""
         if self.version_spans is not None:
             return self.version_spans
-        return ((self.version, len(self.sampled_ids)),) if self.sampled_ids else ()
+        return ((self.version, len(self.sampled_ids)),) if len(self.sampled_ids) else ()
 
     @property
     def newest_version(self) -> int:
