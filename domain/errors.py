@@ -7,6 +7,8 @@
     │   ├── RunNotFound
     │   ├── RunExists
     │   ├── RunHeld            a live trainer holds the lease
+    │   ├── RunStopped         failed, closed or finished: nothing is handed over or planned
+    │   ├── ReplayDiverged     a replayed step did not reproduce the weights it made before
     │   ├── DataChanged        the data set differs from the one the ledger recorded
     │   └── SchemaMismatch     the ledger's schema is newer or older than this code
     ├── ObjectError
@@ -51,6 +53,14 @@ class RunExists(LedgerError):
 
 class RunHeld(LedgerError):
     """Another trainer holds the run's lease."""
+
+
+class RunStopped(LedgerError):
+    """The run failed, was closed or has finished; nothing is handed over or planned any more."""
+
+
+class ReplayDiverged(LedgerError):
+    """A replayed step did not reproduce the recorded weights."""
 
 
 class DataChanged(LedgerError):

@@ -19,6 +19,8 @@ from rollbook.stack.seaweed import GRPC_OFFSET, Seaweed, SeaweedPorts
 from rollbook.stack.supervise import Supervisor
 from rollbook.stack.temporal import Temporal
 
+pytest_plugins = ["tests.ledger_fixtures"]
+
 
 @pytest.fixture(scope="session")
 def state_folder() -> Iterator[Path]:

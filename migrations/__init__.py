@@ -1,0 +1,1 @@
+"""Alembic migrations of the ledger; `storage.database.upgrade` and `rollbook db upgrade` run them."""

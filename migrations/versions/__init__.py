@@ -1,0 +1,1 @@
+"""One module per revision; the file name starts with the revision's number."""

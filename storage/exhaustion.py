@@ -1,0 +1,73 @@
+"""When a run stops because nothing it samples can be trained.
+
+An empty step, or a group that ended without training, is normal; too many in a row mean that the
+environment, the budgets or the rows are wrong, and the run fails with the causes it counted.
+"""
+
+from storage.database import Tx
+from storage.runs import Run
+
+
+def empty_steps(tx: Tx, run: Run, step: int) -> str | None:
+    """The failure, if the steps up to `step` were empty more than `max_empty_batches` times.
+
+    Counted back to the last step with a group, or to the last resume of a failed run.
+    """
+    limit = run.config.schedule.max_empty_batches
+    row = tx.execute(
+        """
+        SELECT %(step)s - coalesce(max(step), %(from)s - 1) AS n FROM steps
+        WHERE run_id = %(run)s AND groups > 0 AND step BETWEEN %(from)s AND %(step)s
+        """,
+        {"run": run.id, "step": step, "from": run.empty_from},
+    ).fetchone()
+    assert row is not None
+    if row["n"] <= limit:
+        return None
+    causes = _causes(tx, run.id, step - row["n"] + 1)
+    return (
+        f"{row['n']} steps in a row had no group to train, more than schedule.max_empty_batches = "
+        f"{limit}: {causes}; see `rollbook inspect {run.id}`"
+    )
+
+
+def unadmitted_groups(tx: Tx, run: Run) -> str | None:
+    """The failure, if more than max_empty_batches·B groups in a row were abandoned or expired.
+
+    Counted since the last admission, or the last resume of a failed run.
+    """
+    limit = run.config.schedule.max_empty_batches * run.config.tasks.batch_size
+    row = tx.execute(
+        """
+        SELECT count(*) AS n, min(closed_step) AS first FROM groups g JOIN runs r USING (run_id)
+        WHERE g.run_id = %(run)s AND g.state IN ('abandoned', 'expired')
+            AND g.updated_at > greatest(r.resumed_at, (
+                SELECT max(q.admitted_at) FROM queue q WHERE q.run_id = %(run)s))
+        """,
+        {"run": run.id},
+    ).fetchone()
+    assert row is not None
+    if row["n"] <= limit:
+        return None
+    causes = _causes(tx, run.id, row["first"])
+    return (
+        f"{row['n']} groups in a row ended without training, more than "
+        f"schedule.max_empty_batches x tasks.batch_size = {limit}: {causes}; see "
+        f"`rollbook inspect {run.id}`"
+    )
+
+
+def _causes(tx: Tx, run: str, first: int) -> str:
+    rows = tx.execute(
+        """
+        SELECT what, cause, count(*) AS n FROM (
+            SELECT state AS what, closed_cause AS cause FROM groups
+            WHERE run_id = %(run)s AND closed_step >= %(first)s
+            UNION ALL
+            SELECT state, cause FROM queue
+            WHERE run_id = %(run)s AND closed_step >= %(first)s AND state = 'cut') ended
+        GROUP BY 1, 2 ORDER BY 3 DESC, 1, 2
+        """,
+        {"run": run, "first": first},
+    ).fetchall()
+    return ", ".join(f"{r['n']} {r['what']} ({r['cause']})" for r in rows) or "none was drawn"
