@@ -234,6 +234,19 @@ class Engine(Section):
     threads: Positive | None = None
 
 
+class Evaluation(Section):
+    """Held-out evaluation: the same source on other tasks, at chosen versions."""
+
+    dataset: str
+    """As `tasks.dataset`."""
+    every: Positive | None = None
+    """Steps between evaluations; without it only the run's last version is evaluated."""
+    samples: Positive = 1
+    """Rollouts per task."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+
+
 class RunConfig(Section):
     """One training job, complete. Serialised into the ledger at creation and never changed."""
 
@@ -250,6 +263,7 @@ class RunConfig(Section):
     trainer: Trainer = Trainer()
     checkpoint: Checkpoint = Checkpoint()
     engine: Engine = Engine()
+    evaluation: Evaluation | None = None
     root: str = "."
     """Folder of the configuration file: relative paths and imports start here. Set on loading."""
 

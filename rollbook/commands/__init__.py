@@ -1,0 +1,1 @@
+"""The commands of `rollbook`, one module per subject."""

@@ -1,0 +1,188 @@
+"""`status`, `inspect`, `stuck` and `sql`: reading the ledger."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from domain.errors import ConfigError
+from rollbook.connect import STATE, open_ledger
+from rollbook.output import console, print_facts, print_json, print_table
+from storage import reports
+from storage import runs as ledger_runs
+from storage.database import Ledger, Tx
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+State = Annotated[Path, typer.Option(help="Folder of the local stack.")]
+Run = Annotated[str, typer.Argument(help="Name of the run.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command()(status)
+    app.command()(inspect)
+    app.command()(stuck)
+    app.command()(sql)
+
+
+def status(
+    run: Annotated[str | None, typer.Argument(help="Name of the run; default: all.")] = None,
+    watch: Annotated[bool, typer.Option(help="Show it again every second.")] = False,
+    state: State = STATE,
+    json: Json = False,
+) -> None:
+    """Where runs stand, and what a run waits for.
+
+    Example: `rollbook status reverse3`
+    """
+    with open_ledger(state) as ledger:
+        while True:
+            if run is None:
+                _show_runs(ledger, json)
+            else:
+                _show_run(ledger, run, json)
+            if not watch:
+                return
+            time.sleep(1)
+            console.clear()
+
+
+def _show_runs(ledger: Ledger, json: bool) -> None:
+    rows = ledger.call(reports.runs)
+    if json:
+        print_json(rows)
+    else:
+        print_table(rows, title="runs", empty="none yet; start one with `rollbook run CONFIG.toml`")
+
+
+def _show_run(ledger: Ledger, run: str, json: bool) -> None:
+    def read(tx: Tx) -> dict[str, Any]:
+        found = ledger_runs.read(tx, run)
+        steps = reports.steps(tx, run, after=found.next_step - 2)
+        return {
+            "run": run,
+            "state": found.state,
+            "failure": found.failure,
+            "step": found.next_step,
+            "of": found.config.steps,
+            "version": found.version,
+            "durable_step": found.durable_step,
+            "waiting": reports.waiting(tx, run),
+            "balance": reports.balance(tx, run),
+            "resubmissions": reports.resubmissions(tx, run),
+            "last_step": steps[-1] if steps else None,
+            "violations": reports.violations(tx),
+        }
+
+    facts = ledger.call(read)
+    if json:
+        print_json(facts)
+        return
+    head = {k: facts[k] for k in ("state", "failure", "step", "of", "version", "durable_step")}
+    print_facts({k: v for k, v in head.items() if v is not None}, title=f"run {run}")
+    for part in ("waiting", "balance"):
+        if facts[part]:
+            print_facts(facts[part], title=part)
+    if facts["last_step"]:
+        print_facts(facts["last_step"]["metrics"] or {}, title="last step")
+    print_table(facts["resubmissions"], title="resubmitted", empty="nothing")
+    print_table(facts["violations"], title="ledger violations", empty="none")
+
+
+def inspect(
+    run: Run,
+    group: Annotated[int | None, typer.Argument(help="Group id.")] = None,
+    state: State = STATE,
+    json: Json = False,
+) -> None:
+    """The data state of a run, or every attempt and event of one group.
+
+    Example: `rollbook inspect reverse3 42`
+    """
+    with open_ledger(state) as ledger:
+        document = ledger.call(_inspect_run if group is None else _inspect_group, run, group)
+    if json:
+        print_json(document)
+        return
+    for title, part in document.items():
+        if isinstance(part, dict):
+            print_facts(part, title=title)
+        else:
+            print_table(part, title=title, empty="none")
+
+
+def _inspect_run(tx: Tx, run: str, _: int | None) -> dict[str, Any]:
+    found = ledger_runs.read(tx, run)
+    order = {
+        "permutation": "by seed, per epoch" if found.config.tasks.shuffle else "data order",
+        "seed": found.config.seed,
+        "epochs": found.config.tasks.epochs,
+        "batch_size": found.config.tasks.batch_size,
+    }
+    return {
+        "data order": order,
+        "cursor": reports.data(tx, run),
+        "balance": reports.balance(tx, run) or {},
+        "owed": reports.owed(tx, run),
+    }
+
+
+def _inspect_group(tx: Tx, run: str, group: int | None) -> dict[str, Any]:
+    ledger_runs.read(tx, run)
+    assert group is not None
+    found = reports.group(tx, run, group)
+    if found is None:
+        raise ConfigError(f"run {run!r} has no group {group}; `rollbook inspect {run}` lists some")
+    return {
+        "group": found,
+        "attempts": reports.attempts(tx, run, group),
+        "timeline": reports.timeline(tx, run, group),
+    }
+
+
+def stuck(
+    run: Run,
+    silent: Annotated[
+        float | None, typer.Option(help="Seconds without progress that count as stuck.")
+    ] = None,
+    state: State = STATE,
+    json: Json = False,
+) -> None:
+    """Rollouts without progress and what the run waits for.
+
+    Example: `rollbook stuck reverse3 --silent 30`
+    """
+    with open_ledger(state) as ledger:
+        ledger.call(ledger_runs.read, run)
+        rows = ledger.call(reports.stuck, run, silent_s=silent)
+        waiting = ledger.call(reports.waiting, run)
+    if json:
+        print_json({"stuck": rows, "waiting": waiting})
+        return
+    print_table(rows, title="stuck rollouts", empty="none")
+    if waiting:
+        print_facts(waiting, title="the run waits on")
+
+
+def sql(
+    query: Annotated[str, typer.Argument(help="One SQL statement; it runs read-only.")],
+    state: State = STATE,
+    json: Json = False,
+) -> None:
+    """Ask the ledger in SQL (schema `ledger`), read-only.
+
+    Example: `rollbook sql "SELECT * FROM balance"`
+    """
+
+    def ask(tx: Tx) -> list[dict[str, Any]]:
+        tx.execute("SET TRANSACTION READ ONLY")
+        cursor = tx.execute(query)  # type: ignore[call-overload]  # the user's own text, on purpose
+        return cursor.fetchall() if cursor.description else []
+
+    with open_ledger(state) as ledger:
+        rows = ledger.call(ask)
+    if json:
+        print_json(rows)
+    else:
+        print_table(rows, title="answer", empty="no rows")

@@ -1,0 +1,121 @@
+"""`worker`, `trainer`, `engine`: the processes a run consists of, one command each.
+
+`rollbook run` starts them all; on a cluster each is started by itself, with the service addresses
+in the environment (`domain.config.VARIABLES`).
+"""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rollbook.connect import STATE, services_for
+from rollbook.output import console, print_json
+
+State = Annotated[Path, typer.Option(help="Folder of the local stack.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command()(worker)
+    app.command()(trainer)
+    app.command()(engine)
+    app.command()(failpoints)
+
+
+def worker(
+    kind: Annotated[Literal["workflows", "rollouts", "ledger"], typer.Argument(help="Which one.")],
+    environment: Annotated[
+        list[str] | None, typer.Option(help="Environment(s) a rollout worker serves.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Rollout attempts at once in a rollout worker.")
+    ] = 256,
+    state: State = STATE,
+) -> None:
+    """Run one worker until it is told to stop (SIGTERM drains).
+
+    Example: `rollbook worker rollouts --environment reverse3`
+    """
+    from rollbook.workers import run_worker
+
+    services = services_for(state)
+    asyncio.run(
+        run_worker(
+            kind, services, environments=tuple(environment or ["default"]), concurrency=concurrency
+        )
+    )
+
+
+def trainer(
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    force: Annotated[
+        bool, typer.Option(help="Take the lease from a holder that is alive.")
+    ] = False,
+    state: State = STATE,
+) -> None:
+    """Train a run that exists in the ledger, until its end or SIGTERM.
+
+    The run's end, a failure included, stands in the ledger, and the exit code is 0; any other exit
+    code means that the process broke and should be started again.
+
+    Example: `rollbook trainer reverse3`
+    """
+    from trainer.loop import run as train
+
+    stopping: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: stopping.append(received))
+    final = train(
+        run,
+        services_for(state),
+        holder=f"{socket.gethostname()}:{os.getpid()}",
+        force=force,
+        stop=lambda: bool(stopping),
+    )
+    console.print(f"run {run}: {final}")
+
+
+def engine(
+    port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = 8100,
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
+    max_resident: Annotated[int, typer.Option(help="Policy versions held at once.")] = 4,
+    max_batch: Annotated[int, typer.Option(help="Requests decoded together.")] = 64,
+    threads: Annotated[int | None, typer.Option(help="torch threads.")] = None,
+    state: State = STATE,
+) -> None:
+    """Run the built-in inference engine (the HTTP subset of vLLM that rollbook uses).
+
+    Example: `rollbook engine --port 8100`
+    """
+    from engine.main import serve
+
+    serve(
+        services_for(state),
+        host=host,
+        port=port,
+        max_resident=max_resident,
+        max_batch=max_batch,
+        threads=threads,
+        cache=state / "cache",
+    )
+
+
+def failpoints(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """List the points at which `FAILPOINT=name[:n]` kills a process (for crash tests).
+
+    Example: `FAILPOINT=plan_done:3 rollbook trainer reverse3`
+    """
+    from domain.failpoints import POINTS
+
+    if json:
+        print_json(POINTS)
+        return
+    for name, description in POINTS.items():
+        console.print(f"{name:20} {description}", highlight=False)

@@ -1,0 +1,81 @@
+"""`up` and `down`: the local stack."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollbook.connect import STATE
+from rollbook.output import console, print_facts, print_json
+from rollbook.stack import stack as stacks
+from rollbook.stack.parts import PortWishes
+from rollbook.stack.stack import Stack
+from storage.database import upgrade
+
+State = Annotated[Path, typer.Option(help="Folder of its data, secrets and logs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command()(up)
+    app.command()(down)
+
+
+def up(
+    state: State = STATE,
+    postgres_port: Annotated[int | None, typer.Option(help="Default: 5432 or a free one.")] = None,
+    temporal_port: Annotated[int | None, typer.Option(help="Default: 7233 or a free one.")] = None,
+    ui_port: Annotated[int | None, typer.Option(help="Default: 8233 or a free one.")] = None,
+    s3_port: Annotated[int | None, typer.Option(help="Default: 8333 or a free one.")] = None,
+    json: Json = False,
+) -> None:
+    """Start Postgres, Temporal and S3 from wheels, and keep them running until Ctrl-C.
+
+    A second `up` on the same folder reports the stack that runs there.
+
+    Example: `rollbook up --state /data/rollbook`
+    """
+    wishes = PortWishes(postgres=postgres_port, temporal=temporal_port, ui=ui_port, s3=s3_port)
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    with Stack.up(state, environ=os.environ, wishes=wishes) as stack:
+        upgrade(stack.services.database_url)
+        show_stack(stack, json=json)
+        if stack.supervisor is not None:
+            stopping.wait()
+
+
+def down(state: State = STATE, json: Json = False) -> None:
+    """Stop the stack of a folder, whoever runs it. Nothing is lost.
+
+    Example: `rollbook down`
+    """
+    stopped = stacks.down(state)
+    if json:
+        print_json({"stopped": stopped})
+    else:
+        console.print("stopped" if stopped else f"no stack is up in {state}")
+
+
+def show_stack(stack: Stack, *, json: bool) -> None:
+    """Where the services listen; secrets stay in the state folder."""
+    s = stack.services
+    facts = {
+        "temporal": s.temporal_address,
+        "temporal ui": s.temporal_ui,
+        "postgres": s.database_url.rpartition("@")[2],
+        "s3": s.s3_endpoint,
+        "state": str(stack.folder.path),
+        "run by": "this process" if stack.joined is None else f"process {stack.joined.pid}",
+    }
+    if json:
+        print_json({k.replace(" ", "_"): v for k, v in facts.items()})
+        return
+    print_facts({k: v for k, v in facts.items() if v}, title="local stack")
+    for note in stack.notes:
+        console.print(f"note: {note}", style="yellow", highlight=False)

@@ -1,0 +1,140 @@
+"""The processes of one run on this machine, kept running by a supervisor.
+
+    engine · worker workflows · worker ledger · worker rollouts · trainer
+
+Each is the same command that a cluster would start (`rollbook.commands.processes`), with the service
+addresses in its environment. A worker or engine that dies is started again; so is a trainer that
+breaks, until it broke too often in a row. The trainer's clean exit is the end of the run.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from domain.config import RunConfig, Services
+from rollbook.root import ROOT
+from rollbook.stack.ports import free_port
+from rollbook.stack.supervise import Command, Report, Restart, State, Supervisor
+
+TRAINER = "trainer"
+_TRAINER_DEATHS = 5
+_ALWAYS = Restart()
+
+
+class Job:
+    """The processes of one run. A context manager: leaving it stops them all."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        services: Services,
+        state: Path,
+        *,
+        force: bool = False,
+        on_change: Callable[[Report], None] | None = None,
+    ) -> None:
+        """Prepare, without starting anything.
+
+        Args:
+            config: the run's configuration.
+            services: addresses; a built-in engine is started when it names no engine.
+            state: folder of the local stack; logs go to `runs/NAME` in it.
+            force: the trainer takes the lease even from a holder that is alive.
+            on_change: told each new state of each process.
+        """
+        self.config = config
+        self.folder = state.resolve() / "runs" / config.name
+        self._state = state.resolve()
+        self._force = force
+        self._own_engine = not services.engines
+        if self._own_engine:
+            url = f"http://127.0.0.1:{free_port()}"
+            services = services.model_copy(update={"engines": (url,)})
+        self.services = services
+        self._on_change = on_change
+        self._supervisor: Supervisor | None = None
+
+    def __enter__(self) -> Self:
+        self._supervisor = Supervisor(self.folder / "pids", on_change=self._on_change)
+        self._supervisor.start(*self._commands())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._supervisor is not None:
+            self._supervisor.close()
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Runs the processes while the job is entered."""
+        if self._supervisor is None:
+            raise RuntimeError("the job has not been entered")
+        return self._supervisor
+
+    def trainer_ended(self) -> Report | None:
+        """The trainer's last report, once it will not be started again."""
+        for report in self.supervisor.reports():
+            if report.name == TRAINER and report.state in (State.FINISHED, State.FAILED):
+                return report
+        return None
+
+    def stop_trainer(self) -> None:
+        """Ask the trainer to checkpoint and close the run; returns when it has ended."""
+        self.supervisor.stop(TRAINER)
+
+    def _commands(self) -> list[Command]:
+        c = self.config
+        commands = [
+            self._command("workflows", "worker", "workflows"),
+            self._command("ledger", "worker", "ledger"),
+            self._command("rollouts", "worker", "rollouts", "--environment", c.tasks.environment),
+        ]
+        if self._own_engine:
+            port = self.services.engines[0].rpartition(":")[2]
+            threads = ("--threads", str(c.engine.threads)) if c.engine.threads else ()
+            commands.insert(
+                0,
+                self._command(
+                    "engine",
+                    "engine",
+                    *("--port", port),
+                    *("--max-resident", str(c.engine.max_resident)),
+                    *("--max-batch", str(c.engine.max_batch)),
+                    *threads,
+                ),
+            )
+        force = ("--force",) if self._force else ()
+        trainer = self._command(
+            TRAINER,
+            "trainer",
+            c.name,
+            *force,
+            restart=Restart(after="failure", deaths=_TRAINER_DEATHS),
+            stop_grace_s=120.0,
+        )
+        return [*commands, trainer]
+
+    def _command(
+        self,
+        name: str,
+        *arguments: str,
+        restart: Restart = _ALWAYS,
+        stop_grace_s: float = 20.0,
+    ) -> Command:
+        path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+        return Command(
+            name=name,
+            argv=(sys.executable, "-m", "rollbook", *arguments, "--state", str(self._state)),
+            log=self.folder / "logs" / f"{name}.log",
+            env={**os.environ, **self.services.environment(), "PYTHONPATH": path},
+            cwd=Path(self.config.root),
+            restart=restart,
+            stop_grace_s=stop_grace_s,
+        )

@@ -1,0 +1,38 @@
+"""Everything that can be wrong with a run is found here, before anything is started or written."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from domain import sources
+from domain.config import RunConfig
+from domain.errors import ConfigError
+from storage import datasets
+from trainer import folders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the run will do, for the first line that people see."""
+
+    tasks: int
+    batches: int | None
+    """None: the data repeats until the step target."""
+
+
+def check(config: RunConfig) -> Plan:
+    """Load the source, the data and the model's description, as the run will.
+
+    Raises:
+        ConfigError: names the thing, the value and the remedy.
+    """
+    sources.load(config)
+    stream = datasets.open_stream(config)
+    if not stream.batch(0):
+        raise ConfigError(f"tasks.dataset = {config.tasks.dataset!r} holds no task")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = folders.source_folder(config, Path(scratch))
+        folders.description_files(folder, config.model.dtype)
+    if config.evaluation is not None:
+        datasets.read_tasks(config.evaluation.dataset, root=Path(config.root))
+    return Plan(tasks=len(stream.tasks), batches=stream.batches)

@@ -1,0 +1,152 @@
+"""Questions people ask, as SQL over the ledger's views. Reading only."""
+
+from typing import Any
+
+from storage.database import Tx
+
+Row = dict[str, Any]
+
+
+def runs(tx: Tx) -> list[Row]:
+    """One line per run: where it stands."""
+    return tx.execute(
+        """
+        SELECT r.run_id AS run, r.state, r.next_step AS step, r.version, v.version AS served,
+               r.durable_step, b.drawn, b.trained, b.owed, r.failure, r.created_at
+          FROM ledger.runs r
+          LEFT JOIN ledger.served v USING (run_id)
+          LEFT JOIN ledger.balance b USING (run_id)
+         ORDER BY r.created_at
+        """
+    ).fetchall()
+
+
+def waiting(tx: Tx, run: str) -> Row | None:
+    """What the run waits for now: ready and running groups, slack, a due or held publication."""
+    return tx.execute("SELECT * FROM ledger.waiting WHERE run_id = %s", (run,)).fetchone()
+
+
+def balance(tx: Tx, run: str) -> Row | None:
+    """Every drawn group is in exactly one of these columns."""
+    return tx.execute("SELECT * FROM ledger.balance WHERE run_id = %s", (run,)).fetchone()
+
+
+def steps(tx: Tx, run: str, *, after: int = -1, limit: int = 1000) -> list[Row]:
+    """Applied steps beyond `after`, oldest first, with their metrics."""
+    return tx.execute(
+        """
+        SELECT step, version_before AS version, updated, groups, cause, state, metrics, applied_at,
+               extract(epoch FROM applied_at - planned_at)::float8 AS seconds
+          FROM ledger.steps
+         WHERE run_id = %s AND step > %s AND state <> 'planned'
+         ORDER BY step LIMIT %s
+        """,
+        (run, after, limit),
+    ).fetchall()
+
+
+def resubmissions(tx: Tx, run: str) -> list[Row]:
+    """Resubmitted attempts by cause, with the tokens they had sampled."""
+    return tx.execute(
+        """
+        SELECT cause::text, counts_as_failure, n, wasted_tokens
+          FROM ledger.resubmissions WHERE run_id = %s ORDER BY n DESC
+        """,
+        (run,),
+    ).fetchall()
+
+
+def owed(tx: Tx, run: str, *, limit: int = 50) -> list[Row]:
+    """Groups that were drawn and are neither trained nor closed, in data order."""
+    return tx.execute(
+        """
+        SELECT g.group_id AS "group", g.task_id AS task, g.batch, p.place, g.gen, g.workflow_id
+          FROM ledger.groups g JOIN ledger.group_place p USING (run_id, group_id)
+         WHERE g.run_id = %s AND p.place IN ('registered', 'submitted', 'queue')
+         ORDER BY g.batch, g.pos LIMIT %s
+        """,
+        (run, limit),
+    ).fetchall()
+
+
+def data(tx: Tx, run: str) -> list[Row]:
+    """Where the data stands, per share: batches drawn, the durable cursor, the end if known."""
+    return tx.execute(
+        """
+        SELECT s.share, s.handed_over, s.data_end,
+               (SELECT count(*) FROM ledger.task_batches b
+                 WHERE b.run_id = s.run_id AND b.share = s.share) AS batches_drawn,
+               (SELECT c.data_position FROM ledger.checkpoints c
+                 WHERE c.run_id = s.run_id ORDER BY c.step DESC LIMIT 1) AS durable_cursor
+          FROM ledger.shares s WHERE s.run_id = %s ORDER BY s.share
+        """,
+        (run,),
+    ).fetchall()
+
+
+def group(tx: Tx, run: str, group_id: int) -> Row | None:
+    """One group and its place."""
+    return tx.execute(
+        """
+        SELECT g.*, p.place FROM ledger.groups g JOIN ledger.group_place p USING (run_id, group_id)
+         WHERE g.run_id = %s AND g.group_id = %s
+        """,
+        (run, group_id),
+    ).fetchone()
+
+
+def attempts(tx: Tx, run: str, group_id: int) -> list[Row]:
+    """Every attempt at every sample of a group."""
+    return tx.execute(
+        """
+        SELECT sample, attempt, state, status::text, resubmitted_as::text AS resubmitted_as,
+               cancel_cause, member, reward, truncation, turns, policy_tokens, pinned_version,
+               oldest_version, worker, engine_id AS engine, error,
+               extract(epoch FROM coalesce(finished_at, now()) - submitted_at)::float8 AS seconds,
+               extract(epoch FROM now() - coalesce(last_progress_at, submitted_at))::float8
+                 AS silent_for
+          FROM ledger.attempts WHERE run_id = %s AND group_id = %s ORDER BY sample, attempt
+        """,
+        (run, group_id),
+    ).fetchall()
+
+
+def timeline(tx: Tx, run: str, group_id: int) -> list[Row]:
+    """The events of one group, oldest first."""
+    return tx.execute(
+        """
+        SELECT at, kind, sample, attempt, version, step, data
+          FROM ledger.group_timeline WHERE run_id = %s AND group_id = %s ORDER BY at
+        """,
+        (run, group_id),
+    ).fetchall()
+
+
+def stuck(tx: Tx, run: str, *, silent_s: float | None = None) -> list[Row]:
+    """Live attempts without progress, longest silent first.
+
+    Args:
+        tx: transaction.
+        run: run id.
+        silent_s: seconds of silence that count; default: the run's `stuck_after`.
+    """
+    return tx.execute(
+        """
+        SELECT a.group_id AS "group", a.sample, a.attempt, a.state, a.cancel_cause, a.worker,
+               a.engine_id AS engine, a.turns, a.policy_tokens, g.workflow_id, g.begun_at,
+               extract(epoch FROM now() - coalesce(a.last_progress_at, a.submitted_at))::float8
+                 AS silent_for
+          FROM ledger.attempts a
+          JOIN ledger.groups g USING (run_id, group_id) JOIN ledger.runs r USING (run_id)
+         WHERE a.run_id = %(run)s AND a.state IN ('submitted', 'running')
+           AND coalesce(a.last_progress_at, a.submitted_at)
+               < now() - coalesce(make_interval(secs => %(silent)s), r.stuck_after)
+         ORDER BY silent_for DESC
+        """,
+        {"run": run, "silent": silent_s},
+    ).fetchall()
+
+
+def violations(tx: Tx) -> list[Row]:
+    """Must be empty at all times."""
+    return tx.execute("SELECT * FROM ledger.ledger_violations").fetchall()
