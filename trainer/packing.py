@@ -177,21 +177,6 @@ def pack(
     return packed
 
 
-def micro_batches(packed: Packed, rows: int) -> list[Packed]:
-    """Consecutive slices of `rows` rows; the last is filled up with padding."""
-    total = len(packed["input_ids"])
-    parts = [
-        {name: array[start : start + rows] for name, array in packed.items()}
-        for start in range(0, total, rows)
-    ]
-    if parts and (missing := -total % rows):
-        parts[-1] = {
-            name: np.pad(array, ((0, missing), (0, 0)), constant_values=_LAYOUT[name][1])
-            for name, array in parts[-1].items()
-        }
-    return parts
-
-
 def _age(current: int | None, bound: int | None, policy: StalePolicy) -> _Age | None:
     if current is None:
         if policy != "keep":

@@ -8,7 +8,7 @@ import pytest
 
 from domain.rollouts import Rollout, Segment, Status
 from trainer.objective import usable_gradient
-from trainer.packing import chain_lengths, micro_batches, pack, rows_needed
+from trainer.packing import chain_lengths, pack, rows_needed
 
 
 def segment(
@@ -396,17 +396,3 @@ def test_age_and_truncation_masks_are_joined() -> None:
     m15 = dataclasses.replace(spans_rollout([12]), status=Status.TRUNCATED, cause="tokens")
     packed = pack([m15], 8, rows=1, trainer_version=12, max_lag=2, stale_policy="mask_span")
     assert not packed["response_mask"].any()
-
-
-# Micro-batches
-
-
-def test_micro_batches_are_slices_and_the_last_is_padded() -> None:
-    packed = pack(WORKED, 12, support_capacity=2)
-    first, second = micro_batches(packed, 2)
-    assert (first["input_ids"] == packed["input_ids"][:2]).all()
-    assert (second["input_ids"][0] == packed["input_ids"][2]).all()
-    assert not second["response_mask"][1].any()
-    for name, fill in (("rollout_index", -1), ("versions", -1), ("support_columns", -1)):
-        assert (second[name][1] == fill).all()
-    assert micro_batches(pack([], 12), 2) == []

@@ -1,0 +1,183 @@
+"""The figures of a step's data: who is in it, how it packs, how old it is, what it earned.
+
+Names are those of the step record; what the update itself did comes from `trainer.objective`.
+
+    status/<s>          share of the rollouts                masked/<s>   sampled ids left out of the
+    reward/mean         trained rewards, trained members                  loss by the truncation
+                                                                          policy / all sampled ids
+    lag/mean, max       version - token version, over the tokens that take loss; lag/hist/<n> counts
+    staleness/…         frac_masked: tokens of trained rollouts that are too old; span_age_p99: of
+                        all sampled ids
+    latency/…           seconds from submission to finish
+    length/…            mean sampled ids of a rollout: what tail cutting keeps and what it loses
+
+A figure with nothing to count is left out, never 0.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from domain.config import Trainer
+from domain.rollouts import Rollout
+from trainer.members import Member, group_members, judge
+from trainer.packing import Packed
+
+
+def of_batch(
+    rollouts: Sequence[Rollout],
+    packed: Packed,
+    config: Trainer,
+    version: int,
+    *,
+    latencies: Sequence[float] = (),
+    cancelled_tokens: Sequence[int] = (),
+) -> dict[str, float]:
+    """Figures of the rollouts that a step trains, and of their packed rows.
+
+    Args:
+        rollouts: all members of the planned groups, trained or not.
+        packed: their rows (`pack`).
+        config: for truncation and the overlong penalty.
+        version: the trainer's version before the step.
+        latencies: seconds from submission to finish of the rollouts.
+        cancelled_tokens: sampled ids of the rollouts that were cancelled in their favour.
+    """
+    members = judge(
+        rollouts,
+        truncation=config.truncation,
+        truncation_by_cause=config.truncation_by_cause,
+        overlong=overlong(config),
+    )
+    tokens = [rollout.policy_tokens for rollout in rollouts]
+    return (
+        _shares(rollouts, members, tokens)
+        | _rewards(rollouts, members)
+        | _rows(packed)
+        | _ages(rollouts, members, tokens, packed, version)
+        | _cached(rollouts)
+        | _latencies(latencies)
+        | _means({"length/admitted": tokens, "length/cancelled": cancelled_tokens})
+    )
+
+
+def overlong(config: Trainer) -> tuple[int, int] | None:
+    """The soft overlong penalty's range, as `pack` and `judge` take it."""
+    if config.overlong_from is None or config.overlong_to is None:
+        return None
+    return config.overlong_from, config.overlong_to
+
+
+def _shares(
+    rollouts: Sequence[Rollout], members: Sequence[Member], tokens: Sequence[int]
+) -> dict[str, float]:
+    counts = Counter(rollout.status for rollout in rollouts)
+    told = {f"status/{status}": count / len(rollouts) for status, count in counts.items()}
+    total = sum(tokens)
+    left_out: Counter[str] = Counter()
+    for rollout, member, sampled in zip(rollouts, members, tokens, strict=True):
+        if not member.trains:
+            left_out[rollout.status] += sampled
+    if total:
+        told |= {f"masked/{status}": count / total for status, count in left_out.items()}
+    return told | {"tokens/sampled": float(total)}
+
+
+def _rewards(rollouts: Sequence[Rollout], members: Sequence[Member]) -> dict[str, float]:
+    rewards: list[float] = []
+    components: dict[str, list[float]] = {}
+    for rollout, member in zip(rollouts, members, strict=True):
+        if member.trains and member.reward is not None:
+            rewards.append(member.reward)
+            for name, value in rollout.components.items():
+                components.setdefault(name, []).append(value)
+    flat: list[float] = []
+    for group in group_members(rollouts):
+        compared = [reward for i in group if (reward := members[i].reward) is not None]
+        if compared:
+            flat.append(float(max(compared) == min(compared)))
+    return _means(
+        {"reward/mean": rewards, "reward/zero_variance_group_frac": flat}
+        | {f"reward/component/{name}": values for name, values in sorted(components.items())}
+    )
+
+
+def _rows(packed: Packed) -> dict[str, float]:
+    used = packed["segment_ids"] > 0
+    mask = packed["response_mask"]
+    told = {
+        "pack/rows": float(len(mask)),
+        "tokens/packed": float(np.count_nonzero(used)),
+        "tokens/trained": float(np.count_nonzero(mask)),
+    }
+    if used.size:
+        told["pack/fill"] = told["tokens/packed"] / used.size
+    chains = int(packed["segment_ids"].max(axis=1, initial=0).sum())
+    if chains:
+        # The ids of a call lie together, so calls are counted where the call changes.
+        rollout, segment = packed["rollout_index"][mask], packed["segment_index"][mask]
+        changes = (rollout[1:] != rollout[:-1]) | (segment[1:] != segment[:-1])
+        told["merge/calls_per_chain"] = (1 + int(np.count_nonzero(changes))) / chains
+    return told
+
+
+def _ages(
+    rollouts: Sequence[Rollout],
+    members: Sequence[Member],
+    tokens: Sequence[int],
+    packed: Packed,
+    version: int,
+) -> dict[str, float]:
+    told: dict[str, float] = {}
+    mask = packed["response_mask"]
+    trained = int(np.count_nonzero(mask))
+    candidates = sum(n for n, member in zip(tokens, members, strict=True) if member.trains)
+    if candidates:
+        told["staleness/frac_masked"] = 1 - trained / candidates
+    spans = Counter[int]()
+    for rollout in rollouts:
+        for segment in rollout.segments:
+            for sampled_under, count in segment.spans:
+                spans[version - sampled_under] += count
+    if spans.total():
+        told["staleness/span_age_p99"] = float(_percentile(spans, 0.99))
+    if trained:
+        counts = np.bincount(version - packed["versions"][mask])
+        lags = np.flatnonzero(counts)
+        told["lag/mean"] = float(lags @ counts[lags]) / trained
+        told["lag/max"] = float(lags[-1])
+        told |= {f"lag/hist/{lag}": float(counts[lag]) for lag in lags}
+    return told
+
+
+def _percentile(counts: Counter[int], share: float) -> int:
+    """The smallest value that at least `share` of all do not exceed."""
+    seen, total = 0, counts.total()
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= share * total:
+            return value
+    raise ValueError("no values to take a percentile of")
+
+
+def _cached(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    prompts = sum(len(segment.prompt_ids) for segment in segments)
+    if not prompts:
+        return {}
+    cached = sum(segment.cached_prompt_tokens for segment in segments)
+    return {"sampling/cached_prompt_fraction": cached / prompts}
+
+
+def _latencies(seconds: Sequence[float]) -> dict[str, float]:
+    if not len(seconds):
+        return {}
+    percentiles = np.percentile(seconds, [50, 90, 99, 100]).tolist()
+    return dict(
+        zip(("latency/p50", "latency/p90", "latency/p99", "latency/max"), percentiles, strict=True)
+    )
+
+
+def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: float(np.mean(of)) for name, of in values.items() if len(of)}
