@@ -19,6 +19,7 @@
     │   ├── EngineRefused      4xx: the request itself is wrong
     │   └── WrongVersion       the engine answered with weights that were not asked for
     ├── SourceBroken           a source broke its contract: the run fails with this
+    ├── BudgetExhausted        a rollout used up a budget: truncated, with its cause
     ├── AgentError             raised by user code: the agent broke by itself, scored
     └── InfrastructureError    raised by user code: not the policy's fault, resubmitted
 
@@ -101,6 +102,14 @@ class WrongVersion(EngineError):
 
 class SourceBroken(RollbookError):
     """A source broke its contract (wrong types, impossible ids, a result for another task)."""
+
+
+class BudgetExhausted(RollbookError):
+    """A rollout used up a budget. A SessionSource may let it pass: the rollout is truncated."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
 
 
 class AgentError(RollbookError):

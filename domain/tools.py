@@ -117,7 +117,7 @@ async def answer_calls(message: Message, tools: Sequence[Tool]) -> Answered:
 async def _answer(name: str, arguments: Any, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     if name == MALFORMED:
         return (
-            'error: malformed tool call; write {"name": NAME, "arguments": {…}} as valid JSON',
+            'error: malformed tool call; write {"name": NAME, "arguments": {...}} as valid JSON',
             True,
         )
     tool = tools.get(name)

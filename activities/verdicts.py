@@ -1,0 +1,82 @@
+"""Call user code and read its verdicts: what it raised or returned decides the rollout's outcome."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from numbers import Real
+from typing import Any, TypeVar
+
+from activities.turns import Failed
+from domain.errors import AgentError, BudgetExhausted, LedgerError, SourceBroken
+from domain.rollouts import Reward
+from domain.text import clean
+
+T = TypeVar("T")
+
+_PASSED_ON = (AgentError, BudgetExhausted, Failed, LedgerError, SourceBroken)
+
+
+async def guarded(where: str, call: Awaitable[T]) -> T:
+    """Await user code.
+
+    Raises:
+        Failed: it raised; names `where` and what it raised.
+        AgentError, BudgetExhausted, LedgerError, SourceBroken: as they were raised.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Failed(f"{where} was cancelled by its own code") from error
+    except _PASSED_ON:
+        raise
+    except (Exception, SystemExit) as error:
+        raise Failed(clean(f"{where} raised {type(error).__name__}: {error}")) from error
+
+
+async def verdict(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a verifier; a plain function runs in a thread, so that it cannot stop heartbeats.
+
+    Raises:
+        Failed: it raised; names `where`.
+        SourceBroken, LedgerError: as they were raised.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await guarded(where, function(*arguments))
+        value = await guarded(where, asyncio.to_thread(function, *arguments))
+        return await guarded(where, value) if inspect.isawaitable(value) else value
+    except (AgentError, BudgetExhausted) as error:
+        raise Failed(clean(f"{where} raised {type(error).__name__}: {error}")) from error
+
+
+def as_reward(value: object, where: str) -> Reward:
+    """The verdict as a Reward.
+
+    Raises:
+        Failed: missing, not finite or a bool; never taken for 0.
+        SourceBroken: no number at all.
+    """
+    reward = value if isinstance(value, Reward) else None
+    number: object = reward.value if reward else value
+    components = {
+        str(name): _finite(part, f"{where}, component {name!r},")
+        for name, part in (reward.components if reward else {}).items()
+    }
+    return Reward(_finite(number, where), components)
+
+
+def _finite(value: object, where: str) -> float:
+    if value is None:
+        raise Failed(f"{where} returned no reward")
+    if isinstance(value, bool):
+        raise Failed(f"{where} returned {value}; a reward is a number, write {int(value)}.0")
+    if not isinstance(value, Real):
+        raise SourceBroken(f"{where} returned a {type(value).__name__}; return a float or a Reward")
+    number = float(value)
+    if not math.isfinite(number):
+        raise Failed(f"{where} returned {number}; a reward must be finite")
+    return number
