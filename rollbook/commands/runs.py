@@ -14,7 +14,7 @@ from rollbook import preflight
 from rollbook.commands.stack import show_stack
 from rollbook.connect import STATE, open_ledger, services_for
 from rollbook.launch import Job
-from rollbook.output import console, print_json
+from rollbook.output import console, print_json, print_table
 from rollbook.progress import Progress
 from rollbook.stack.stack import Stack
 from rollbook.stack.supervise import State as ProcessState
@@ -217,7 +217,9 @@ def _train(
         if found.state == "finished" and config.evaluation is not None:
             from rollbook.evaluation import evaluate
 
-            evaluate(ledger, job.services, config, found.version)
+            held_out = evaluate(ledger, job.services, config, found.version, cache=state / "cache")
+            if not json:
+                print_table(held_out, title="held-out evaluation", empty="no task")
     _say_end(ledger, config, json=json)
     return 1 if found.state == "failed" else 0
 

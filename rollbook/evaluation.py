@@ -1,0 +1,147 @@
+"""Held-out evaluation of one policy version on the engine that serves it.
+
+The same source plays other tasks, pinned to the version; nothing of it enters a group, and results
+go to `ledger.evaluations`. Greedy at temperature 0, where seeds do not matter.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from activities.chat import Chat
+from activities.inference import EngineClient, SamplingParams
+from activities.play import play
+from domain import sources
+from domain.config import RunConfig, Services
+from domain.environments import Message
+from domain.errors import ConfigError
+from domain.ids import policy_name, sampling_seed
+from domain.rollouts import Reward, Segment, Task
+from storage import datasets, evaluations, versions
+from storage import runs as ledger_runs
+from storage.database import Ledger
+from storage.evaluations import Result
+from storage.manifests import fetch
+from storage.objects import ObjectStore
+
+_AT_ONCE = 64
+
+
+class _Recorder:
+    """Samples one evaluation rollout; keeps nothing."""
+
+    base_url = ""
+    api_key = ""
+    recorded: Sequence[Segment] = ()
+    deadline_reached = False
+
+    def __init__(
+        self,
+        engines: EngineClient,
+        engine: str,
+        config: RunConfig,
+        version: int,
+        chat: Chat,
+        name: str,
+    ) -> None:
+        assert config.evaluation is not None
+        self.version = version
+        self._engines = engines
+        self._engine = engine
+        self._config = config
+        self._temperature = config.evaluation.temperature
+        self._stop = tuple(sorted(chat.stop_ids))
+        self._name = name
+        self._segments = 0
+        self._state: Any = None
+
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Segment:
+        budget = self._config.budget.segment_tokens
+        number, self._segments = self._segments, self._segments + 1
+        answer = await self._engines.generate(
+            self._engine,
+            policy_name(self._config.name, self.version),
+            prompt_ids,
+            SamplingParams(
+                max_tokens=min(max_tokens or budget, budget),
+                seed=sampling_seed(self._config.seed, -1, 0, 0, number),
+                temperature=self._temperature,
+                stop_token_ids=self._stop,
+            ),
+            request_id=f"{self._name}/{number}",
+            salt=f"evaluation-{self.version}",
+        )
+        return Segment(
+            prompt_ids, answer.sampled_ids, answer.logprobs, answer.finish_reason, self.version
+        )
+
+    async def chat(self, messages: list[Message], *, tools: Sequence[Any] = ()) -> Message:
+        raise RuntimeError("play() gives session sources a recorder of its own")
+
+    def progress(self, phase: str, **facts: Any) -> None:
+        pass
+
+    async def save(self, state: Any) -> None:
+        self._state = state
+
+    async def saved(self) -> Any | None:
+        return self._state
+
+
+def evaluate(
+    ledger: Ledger, services: Services, config: RunConfig, version: int, *, cache: Path
+) -> list[dict[str, object]]:
+    """Evaluate a version on `[evaluation]` and keep the results.
+
+    Args:
+        ledger: where results go.
+        services: engines and object store.
+        config: the run, with an `evaluation` section.
+        version: a version whose weights are stored.
+        cache: folder for the model's tokenizer.
+
+    Returns:
+        `storage.evaluations.summary` of the run.
+    """
+    if config.evaluation is None:
+        raise ConfigError("the run's configuration has no [evaluation] section")
+    results = asyncio.run(_evaluate(ledger, services, config, version, cache))
+    name = config.evaluation.dataset
+    ledger.call(evaluations.record, config.name, name, version, results)
+    return ledger.call(evaluations.summary, config.name)
+
+
+async def _evaluate(
+    ledger: Ledger, services: Services, config: RunConfig, version: int, cache: Path
+) -> list[Result]:
+    assert config.evaluation is not None
+    run = config.name
+    world = ledger.call(ledger_runs.read, run).world
+    weights = ledger.call(versions.weights, run, version)
+    key = str(world["model_manifest"])  # models/SHA256/manifest.json
+    folder = cache / Path(key).parent
+    fetch(ObjectStore(services), key, folder)
+    chat = Chat.open(folder, renderer=config.model.renderer)
+    source = sources.load(config)
+    tasks = datasets.read_tasks(config.evaluation.dataset, root=Path(config.root))
+    engines = EngineClient()
+    engine = services.engines[0]
+    limit = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(task: Task, sample: int) -> Result:
+        async with limit:
+            name = f"evaluation/{run}@{version}/{task.id}/{sample}"
+            recorder = _Recorder(engines, engine, config, version, chat, name)
+            outcome = await play(source, task, recorder, config=config, chat=chat)
+        reward = outcome.reward.value if isinstance(outcome.reward, Reward) else outcome.reward
+        return Result(task=task.id, sample=sample, status=outcome.status, reward=reward)
+
+    try:
+        await engines.load(
+            engine, policy_name(run, version), weights.manifest_key, weights.sha256.hex()
+        )
+        pairs = [(task, s) for task in tasks for s in range(config.evaluation.samples)]
+        return list(await asyncio.gather(*(one(task, sample) for task, sample in pairs)))
+    finally:
+        await engines.aclose()
