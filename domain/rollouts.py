@@ -76,7 +76,7 @@ class Segment:
     version_spans: Sequence[tuple[int, int]] | None = None
     kv_version: int | None = None
     cached_prompt_tokens: int = 0
-    support: Sequence[Sequence[int]] | None = None
+    support: Sequence[Numbers] | None = None
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:

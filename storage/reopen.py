@@ -38,7 +38,7 @@ def reopen(tx: Tx, run: str, group: int, gen: int, *, cause: Cause) -> bool:
         (run, group),
     )
     lost = _end_live(tx, run, group)
-    if row["deadline_reached_at"] is not None:
+    if cause == "lost" and row["deadline_reached_at"] is not None:
         _complete(tx, run, group)
         return True
     stale = _drop_stale(tx, owner, group)

@@ -133,7 +133,7 @@ CREATE TABLE attempts(run_id text NOT NULL, group_id bigint NOT NULL, sample int
   submitted_version policy_version NOT NULL, pinned_version policy_version, oldest_version policy_version, newest_version policy_version,
   sampling_version policy_version, kv_version policy_version,                -- policy "segment": what it samples from, its cache's anchor; both are pins
   turns int NOT NULL DEFAULT 0, policy_tokens bigint NOT NULL DEFAULT 0, env_tokens bigint NOT NULL DEFAULT 0, tokens_at_quorum bigint,
-  reward double precision, reward_parts jsonb, truncation text CHECK (truncation IN ('turns','tokens','turn_tokens','context','group_deadline','images','width')),
+  reward double precision, reward_parts jsonb, metrics jsonb, truncation text CHECK (truncation IN ('turns','tokens','turn_tokens','context','group_deadline','images','width')),
   chain_lengths int[], error_type text, error text,
   cancel_cause text CHECK (cancel_cause IN ('stale','surplus','timeout','close','reopen','abandon','deadline','resident_limit','human')), cancel_requested_at timestamptz,
   member bool NOT NULL DEFAULT false, part smallint CHECK (part IN (0, 1)),   -- member: set by the finish tx; part: by finish_group

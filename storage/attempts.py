@@ -1,0 +1,419 @@
+"""Attempts: the transactions in which one try at a sample starts and ends.
+
+    submitted ──start──▶ running ──finish──▶ finished          (lost: the platform died under it)
+
+Every execution of an attempt takes a new *fence* when it starts; whatever an older execution still
+sends is refused with `Fenced`. An attempt ends once: what arrives later is counted as `late_result`
+and changes nothing. Lock order: groups, then attempts in key order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from domain.errors import Fenced, LedgerError
+from domain.groups import trains, truncation_policy, verdict
+from domain.messages import AttemptIn, AttemptRef
+from domain.rollouts import SCORED, Status, Task
+from storage import stragglers
+from storage.database import Tx, jsonb
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What an execution needs to know. If `ended` is set there is nothing left to run."""
+
+    fence: int
+    version: int
+    """Pinned: the version served when the attempt first started."""
+    task: Task
+    segments: int = 0
+    """Committed by earlier executions of this attempt."""
+    kv_version: int | None = None
+    deadline: bool = False
+    """The group's straggler deadline has passed."""
+    ended: AttemptRef | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an execution says that its attempt ended."""
+
+    status: Status
+    reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The environment's own measurements, summed into the step record."""
+    cause: str | None = None
+    """Truncation cause."""
+    error_type: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the next request samples from, and the anchor of the KV it may extend."""
+
+    version: int
+    anchor: int
+
+
+CANCELLED_AS = {
+    "stale": "stale",
+    "timeout": "timeout",
+    "resident_limit": "cancelled",
+    "human": "cancelled",
+}
+"""Cancel causes after which the sample is tried again, and the resubmission cause that is counted.
+The others (surplus, close, reopen, abandon, deadline) end the sample."""
+
+CANCEL_CAUSES = frozenset(CANCELLED_AS) | {"surplus", "close", "reopen", "abandon", "deadline"}
+"""Why the ledger cancels an attempt (`attempts.cancel_cause`)."""
+
+_START = """
+UPDATE attempts SET fence = fence + 1, state = 'running', worker = %(worker)s,
+    pinned_version = coalesce(pinned_version, %(served)s),
+    started_at = coalesce(started_at, now()), last_progress_at = now()
+WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
+    AND status IS NULL AND cancel_cause IS NULL
+RETURNING fence, pinned_version, kv_version"""
+
+# The lock blocks `versions.retire`, which locks FOR UPDATE and then counts the pins again.
+_SERVED = """
+SELECT version FROM policy_versions WHERE run_id = %(run)s AND state = 'served'
+    AND version = (SELECT version FROM served WHERE run_id = %(run)s)
+FOR KEY SHARE"""
+
+_END_CANCELLED = """
+UPDATE attempts SET fence = fence + 1, state = 'finished', status = 'cancelled',
+    surplus = (cancel_cause = 'surplus'), finished_at = clock_timestamp()
+WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
+    AND status IS NULL AND cancel_cause IS NOT NULL"""
+
+
+def start(tx: Tx, i: AttemptIn, *, worker: str) -> Started:
+    """Take the attempt for this execution and pin the version served now (a resumed one keeps its pin).
+
+    An attempt that was cancelled before this execution began ends here.
+
+    Raises:
+        LedgerError: no such attempt, or nothing is served yet.
+    """
+    key = _key(i)
+    task = tx.execute(
+        """SELECT g.task_id, g.task, g.deadline_reached_at IS NOT NULL AS deadline
+        FROM groups g WHERE (run_id, group_id) = (%(run)s, %(group)s)""",
+        key,
+    ).fetchone()
+    if task is None:
+        raise LedgerError(f"run {i.run!r} has no group {i.group}")
+    served = _lock_served(tx, i.run)
+    started = tx.execute(_START, key | {"worker": worker, "served": served}).fetchone()
+    known = Task(task["task_id"], task["task"])
+    if started is None:
+        tx.execute(_END_CANCELLED, key)
+        row = _read(tx, i)
+        if row is None:
+            raise LedgerError(f"group {i.group} has no attempt {i.attempt} at sample {i.sample}")
+        return Started(
+            fence=row["fence"],
+            version=-1 if row["pinned_version"] is None else row["pinned_version"],
+            task=known,
+            ended=ref_of(row),
+            error=row["error"] or "",
+        )
+    committed = tx.execute(
+        """SELECT count(*) AS n FROM segments
+        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)""",
+        key,
+    ).fetchone()
+    assert committed is not None
+    return Started(
+        fence=started["fence"],
+        version=started["pinned_version"],
+        task=known,
+        segments=committed["n"],
+        kv_version=started["kv_version"],
+        deadline=task["deadline"],
+    )
+
+
+def choose_version(
+    tx: Tx,
+    i: AttemptIn,
+    fence: int,
+    *,
+    max_staleness: int,
+    refill: bool,
+    resident: Sequence[int],
+) -> Choice:
+    """The version of the next request under `sampling.policy = "segment"`, pinned with its KV anchor.
+
+    The newest served version, while the retained cache is at most `max_staleness` versions older.
+    Beyond that, `refill` rebuilds the prefix under it; `hold` stays at the newest version within the
+    bound that an engine still holds, and rebuilds only when none is left.
+
+    Args:
+        tx: the transaction.
+        i: the attempt.
+        fence: of this execution.
+        max_staleness: bound on version minus anchor.
+        refill: `kv_cache.on_limit = "refill"`.
+        resident: versions that live engines hold.
+
+    Raises:
+        Fenced: another execution owns the attempt.
+        LedgerError: nothing is served.
+    """
+    served = _lock_served(tx, i.run)
+    row = tx.execute(
+        """SELECT kv_version, sampling_version FROM attempts
+        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
+            AND fence = %(fence)s AND state = 'running' FOR NO KEY UPDATE""",
+        _key(i) | {"fence": fence},
+    ).fetchone()
+    if row is None:
+        raise Fenced(_not_ours(i, fence))
+    anchor = row["kv_version"]
+    if anchor is None or (served - anchor > max_staleness and refill):
+        choice = Choice(version=served, anchor=served)
+    elif served - anchor <= max_staleness:
+        choice = Choice(version=served, anchor=anchor)
+    else:
+        pinned = {anchor, row["sampling_version"]}
+        held = [
+            version
+            for version in sorted(set(resident), reverse=True)
+            if anchor <= version <= anchor + max_staleness
+            and (version in pinned or _share_served(tx, i.run, version))
+        ]
+        choice = (
+            Choice(version=held[0], anchor=anchor)
+            if held
+            else Choice(version=served, anchor=served)
+        )
+    tx.execute(
+        """UPDATE attempts SET sampling_version = %(v)s, kv_version = %(kv)s
+        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)""",
+        _key(i) | {"v": choice.version, "kv": choice.anchor},
+    )
+    return choice
+
+
+def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
+    """End the attempt, and let it join its group if it may and the group is not full.
+
+    Delivered again it answers with what stands. A scored rollout that finds its group full, closed
+    or opened again is surplus.
+
+    Raises:
+        Fenced: another execution owns the attempt, or it ended otherwise: a late result.
+        ValueError: the reward is not a finite number, or a scored status came without one.
+    """
+    if end.reward is not None and not isfinite(end.reward):
+        raise ValueError(
+            f"reward {end.reward} of sample {i.sample} in group {i.group} is no verdict"
+        )
+    group = _lock_group(tx, i)
+    deadline = stragglers.Deadline.of(group)
+    row = _lock_attempts(tx, i, everyone=deadline is not None and not deadline.quorum)
+    if row is None:
+        raise LedgerError(f"group {i.group} has no attempt {i.attempt} at sample {i.sample}")
+    if row["fence"] != fence:
+        raise Fenced(_not_ours(i, fence))
+    if row["status"] is not None:
+        if (row["status"], row["reward"], row["truncation"]) == (end.status, end.reward, end.cause):
+            return ref_of(row)
+        raise Fenced(f"{_name(i)} has ended as {row['status']} already, not as {end.status}")
+    policy = truncation_policy(group["truncation"], group["truncation_by_cause"], end.cause)
+    outcome = verdict(end.status, end.reward, policy)
+    # After the straggler deadline nothing is tried again: an unscored tail joins without a verdict.
+    joins = outcome.joins or (outcome.resubmit == "unscored" and group["deadline_reached"])
+    again = row["cancel_cause"] is not None and row["cancel_cause"] != "deadline"
+    open_ = group["state"] == "submitted" and not again
+    member = joins and open_ and _has_place(tx, i, end, group["group_size"])
+    cancelled_as = CANCELLED_AS.get(row["cancel_cause"])
+    surplus = not member and (
+        joins and cancelled_as is None
+        if end.status in SCORED
+        else end.status is Status.CANCELLED and row["cancel_cause"] in (None, "surplus")
+    )
+    ended = tx.execute(
+        """UPDATE attempts SET state = 'finished', status = %(status)s, reward = %(reward)s,
+            reward_parts = %(parts)s, metrics = %(metrics)s, truncation = %(truncation)s,
+            chain_lengths = %(chains)s, member = %(member)s, surplus = %(surplus)s,
+            error_type = %(error_type)s, error = %(error)s, finished_at = clock_timestamp()
+        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s) RETURNING *""",
+        _key(i)
+        | {
+            "status": end.status.value,
+            "reward": end.reward,
+            "parts": jsonb(dict(end.components)) if end.components else None,
+            "metrics": jsonb(dict(end.metrics)) if end.metrics else None,
+            "truncation": end.cause,
+            "chains": _chain_lengths(tx, i, end.status, trains(end.status, policy)),
+            "member": member,
+            "surplus": surplus,
+            "error_type": end.error_type,
+            "error": end.error,
+        },
+    ).fetchone()
+    assert ended is not None
+    if member and deadline is not None:
+        stragglers.member_joined(tx, i, deadline)
+    return ref_of(ended)
+
+
+def read(tx: Tx, i: AttemptIn) -> AttemptRef | None:
+    """How the attempt ended; None while it has not.
+
+    Raises:
+        LedgerError: no such attempt.
+    """
+    row = _read(tx, i)
+    if row is None:
+        raise LedgerError(f"group {i.group} has no attempt {i.attempt} at sample {i.sample}")
+    return None if row["status"] is None else ref_of(row)
+
+
+def late_result(tx: Tx, i: AttemptIn, fence: int, what: str) -> None:
+    """Count something that an execution sent after its attempt had ended or passed to another."""
+    tx.execute(
+        """INSERT INTO events(run_id, kind, group_id, sample, attempt, data)
+        VALUES (%(run)s, 'late_result', %(group)s, %(sample)s, %(attempt)s, %(data)s)""",
+        _key(i) | {"data": jsonb({"fence": fence, "what": what})},
+    )
+
+
+def ref_of(row: Row) -> AttemptRef:
+    """The reference of an attempt that has ended."""
+    resubmit = None
+    if not row["member"] and not row["surplus"]:
+        resubmit = {
+            Status.TRUNCATED: "unscored",
+            Status.INFRA_ERROR: "infra_error",
+            Status.CANCELLED: "cancelled",
+        }.get(row["status"])
+        if row["cancel_cause"] is not None:
+            resubmit = CANCELLED_AS.get(row["cancel_cause"])
+    return AttemptRef(
+        sample=row["sample"],
+        attempt=row["attempt"],
+        status=row["status"],
+        member=row["member"],
+        surplus=row["surplus"],
+        resubmit=resubmit,
+        cause=row["truncation"],
+        reward=row["reward"],
+        tokens=row["policy_tokens"],
+        turns=row["turns"],
+    )
+
+
+def _has_place(tx: Tx, i: AttemptIn, end: Ending, size: int) -> bool:
+    """Whether the group has a place for this finisher.
+
+    Members are taken in the order in which they finish. Tails that were cut at the deadline end
+    together: among those the lower sample index joins, so one of a higher index gives way.
+    """
+    members = tx.execute(
+        """SELECT sample, attempt, truncation, part FROM attempts
+        WHERE run_id = %(run)s AND group_id = %(group)s AND member ORDER BY sample""",
+        _key(i),
+    ).fetchall()
+    if len(members) < size:
+        return True
+    if end.cause != "group_deadline":
+        return False
+    cut = [m for m in members if m["truncation"] == "group_deadline" and m["part"] is None]
+    if not cut or cut[-1]["sample"] < i.sample:
+        return False
+    tx.execute(
+        """UPDATE attempts SET member = false, surplus = true WHERE
+        (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(s)s, %(a)s)""",
+        _key(i) | {"s": cut[-1]["sample"], "a": cut[-1]["attempt"]},
+    )
+    return True
+
+
+def _chain_lengths(tx: Tx, i: AttemptIn, status: Status, takes_rows: bool) -> list[int] | None:
+    """Tokens of each chain up to its last sampled id; none for a member that takes no rows."""
+    if status not in SCORED:
+        return None
+    if not takes_rows:
+        return []
+    rows = tx.execute(
+        """SELECT max(context_start + prompt_tokens + tokens) AS length FROM segments
+        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
+            AND tokens > 0 GROUP BY chain ORDER BY chain""",
+        _key(i),
+    ).fetchall()
+    return [row["length"] for row in rows]
+
+
+def _lock_group(tx: Tx, i: AttemptIn) -> Row:
+    row = tx.execute(
+        """SELECT g.state, g.workflow_id, g.quorum_at IS NOT NULL AS quorum,
+            g.deadline_reached_at IS NOT NULL AS deadline_reached, r.group_size, r.truncation,
+            r.truncation_by_cause, r.completion, r.min_members, r.max_straggler_tokens,
+            r.on_stragglers
+        FROM groups g JOIN runs r USING (run_id)
+        WHERE g.run_id = %(run)s AND g.group_id = %(group)s FOR NO KEY UPDATE OF g""",
+        _key(i),
+    ).fetchone()
+    if row is None:
+        raise LedgerError(f"run {i.run!r} has no group {i.group}")
+    return row
+
+
+def _lock_attempts(tx: Tx, i: AttemptIn, *, everyone: bool) -> Row | None:
+    """Lock this attempt, and with `everyone` all that have not ended, in key order."""
+    rows = tx.execute(
+        """SELECT * FROM attempts WHERE run_id = %(run)s AND group_id = %(group)s
+            AND ((sample, attempt) = (%(sample)s, %(attempt)s) OR (%(everyone)s AND status IS NULL))
+        ORDER BY sample, attempt FOR NO KEY UPDATE""",
+        _key(i) | {"everyone": everyone},
+    ).fetchall()
+    return next((r for r in rows if (r["sample"], r["attempt"]) == (i.sample, i.attempt)), None)
+
+
+def _lock_served(tx: Tx, run: str) -> int:
+    """The served version, kept from being retired until this transaction ends."""
+    for _ in range(8):  # a publish may replace it between the look and the lock
+        row = tx.execute(_SERVED, {"run": run}).fetchone()
+        if row is not None:
+            return int(row["version"])
+    raise LedgerError(f"run {run!r} serves no version yet; nothing can be sampled")
+
+
+def _share_served(tx: Tx, run: str, version: int) -> bool:
+    found = tx.execute(
+        """SELECT 1 FROM policy_versions
+        WHERE (run_id, version) = (%s, %s) AND state = 'served' FOR KEY SHARE""",
+        (run, version),
+    ).fetchone()
+    return found is not None
+
+
+def _read(tx: Tx, i: AttemptIn) -> Row | None:
+    return tx.execute(
+        """SELECT * FROM attempts
+        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)""",
+        _key(i),
+    ).fetchone()
+
+
+def _key(i: AttemptIn) -> Row:
+    return {"run": i.run, "group": i.group, "sample": i.sample, "attempt": i.attempt}
+
+
+def _name(i: AttemptIn) -> str:
+    return f"attempt {i.attempt} at sample {i.sample} of group {i.group}"
+
+
+def _not_ours(i: AttemptIn, fence: int) -> str:
+    return f"{_name(i)} belongs to a newer execution than fence {fence}; this one must stop writing"
