@@ -62,6 +62,7 @@ def postgres_url(postgres: Postgres) -> str:
 def temporal(state_folder: Path, supervisor: Supervisor) -> Temporal:
     port = ports.choose(0)
     server = Temporal(state=state_folder, port=port, ui_port=ports.choose(0, [port]))
+    server.prepare()
     supervisor.start(server.command())
     supervisor.wait_ready("temporal")
     return server

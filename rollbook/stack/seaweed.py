@@ -39,6 +39,11 @@ class Seaweed:
         """The S3 address."""
         return f"http://{ports.LOOPBACK}:{self.ports.s3}"
 
+    @property
+    def data(self) -> Path:
+        """The folder of its volumes, filer and keys; backed up as a whole."""
+        return self.state / "s3"
+
     def prepare(self) -> None:
         """Make the data folder.
 
@@ -47,13 +52,12 @@ class Seaweed:
         """
         if not self.access_key or not self.secret_key:
             raise ValueError("SeaweedFS without keys allows everything; give it both")
-        (self.state / "s3").mkdir(exist_ok=True)
+        self.data.mkdir(exist_ok=True, mode=0o700)
 
     def command(self) -> Command:
         """The server, for the supervisor."""
-        folder = self.state / "s3"
         named = {
-            "dir": str(folder),
+            "dir": str(self.data),
             "ip": ports.LOOPBACK,
             "ip.bind": ports.LOOPBACK,
             "bucket": self.bucket,
@@ -77,8 +81,10 @@ class Seaweed:
             name="seaweed",
             argv=(str(binary()), "-logtostderr=true", "mini", *options),
             env={**os.environ, **keys, **limits},
-            cwd=folder,
+            cwd=self.data,
             log=self.state / "logs" / "seaweed.log",
+            # A graceful stop takes 2 s, or hangs on its own connections; SIGKILL loses nothing.
+            stop_grace_s=4.0,
             ready=self.probe,
         )
 

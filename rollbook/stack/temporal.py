@@ -33,8 +33,14 @@ class Temporal:
         """Where people look."""
         return f"http://{ports.LOOPBACK}:{self.ui_port}"
 
+    @property
+    def data(self) -> Path:
+        """The folder of its database file."""
+        return self.state / "temporal"
+
     def prepare(self) -> None:
-        """Nothing: the server makes its own database file."""
+        """Make the data folder; the server makes the file."""
+        self.data.mkdir(exist_ok=True, mode=0o700)
 
     def command(self) -> Command:
         """The server, for the supervisor."""
@@ -44,7 +50,7 @@ class Temporal:
                 str(binary()),
                 *("server", "start-dev"),
                 *("--ip", ports.LOOPBACK, "--port", str(self.port), "--ui-port", str(self.ui_port)),
-                *("--db-filename", str(self.state / "temporal.db")),
+                *("--db-filename", str(self.data / "temporal.db")),
                 # Survives the death of the process, at a fifth of the default's cost per activity.
                 *("--sqlite-pragma", "journal_mode=WAL", "--sqlite-pragma", "synchronous=NORMAL"),
                 *("--namespace", self.namespace, "--log-level", "warn", "--log-format", "json"),
