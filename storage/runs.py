@@ -224,6 +224,12 @@ def take_over(tx: Tx, run: str, holder: str, *, lease_s: float, force: bool = Fa
     return int(row["trainer_epoch"])
 
 
+def holder(tx: Tx, run: str) -> str | None:
+    """Who took the run over last and has not given it back; its lease may have run out."""
+    row = tx.execute("SELECT trainer_holder FROM runs WHERE run_id = %s", (run,)).fetchone()
+    return None if row is None else row["trainer_holder"]
+
+
 def renew(tx: Tx, run: str, epoch: int, *, lease_s: float) -> None:
     """Extend the lease.
 
