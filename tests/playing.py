@@ -13,8 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psycopg
-
 from domain.config import RunConfig, Services
 from domain.errors import Fenced
 from domain.ids import fold
@@ -58,13 +56,15 @@ def scripted(task: Task, sample: int, version: int) -> Answer:
     ids = [fold("played", task.id, sample, i) % 12 for i in range(1 + fold(task.id, sample) % 4)]
     logprobs = [-2.0 - fold("logprob", task.id, sample, i) % 1000 / 1000 for i in range(len(ids))]
     reward = fold("reward", task.id, sample) % 5 / 4
-    return Segment(prompt, ids, logprobs, "stop", version), Ending(Status.COMPLETED, reward)
+    return Segment(prompt, ids, logprobs, "stop", version), Ending(
+        status=Status.COMPLETED, reward=reward
+    )
 
 
 def constant(task: Task, sample: int, version: int) -> Answer:
     """As `scripted`, but every member earns the same: nothing can be learnt."""
     segment, _ = scripted(task, sample, version)
-    return segment, Ending(Status.COMPLETED, 0.5)
+    return segment, Ending(status=Status.COMPLETED, reward=0.5)
 
 
 class Fleet:
@@ -102,7 +102,7 @@ class Fleet:
         self._over.set()
         self._thread.join(20)
         self.ledger.close()
-        if self._broken is not None and error is None:
+        if self._broken is not None:
             raise self._broken
 
     def _play(self) -> None:
@@ -111,8 +111,12 @@ class Fleet:
                 while commands := self.ledger.call(self._claim):
                     for command in commands:
                         self._obey(command)
-        except (psycopg.Error, Exception) as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001
             self._broken = error
+
+    def broken(self) -> bool:
+        """Whether there is nothing left to wait for."""
+        return self._broken is not None
 
     def _claim(self, tx: Tx) -> list[Command]:
         commands = [c for c in outbox.claim(tx) if self.serves or c.kind != "publish"]

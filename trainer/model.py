@@ -147,8 +147,6 @@ class Policy:
         """
         generator = torch.Generator().manual_seed(7)
         chains = [torch.randint(self.vocabulary, (n,), generator=generator) for n in (6, 1, 9)]
-        if (pad := self.network.config.get_text_config().pad_token_id) is not None:
-            chains = [c.where(c != pad, (pad + 1) % self.vocabulary) for c in chains]  # no warning
         ids = torch.cat([*chains, torch.zeros(2, dtype=torch.long)])[None].to(self.device)
         positions = torch.cat([torch.arange(len(c)) for c in chains] + [torch.zeros(2).long()])
         positions = positions[None].to(self.device)
@@ -205,6 +203,9 @@ def _described(folder: Path) -> Any:
     for name in list(vars(described)):
         if name.endswith(("dropout", "pdrop")) and isinstance(getattr(described, name), float):
             setattr(described, name, 0.0)
+    # Rows are never padded with it, and an embedding's padding_idx would get no gradient, although
+    # the pad token is often the end-of-text token that the policy must learn to sample.
+    described.get_text_config().pad_token_id = None
     return described
 
 

@@ -38,8 +38,9 @@ def create(ledger: Ledger, config: RunConfig) -> str:
     return config.name
 
 
-def train(name: str, services: Services, **options: Any) -> str:
-    return loop.run(name, services, holder="elsewhere:1", patience_s=20, **options)
+def train(name: str, services: Services, fleet: Fleet, **options: Any) -> str:
+    settings = {"holder": "elsewhere:1", "patience_s": 20, "stop": fleet.broken} | options
+    return loop.run(name, services, **settings)
 
 
 def crash(name: str, services: Services, point: str) -> None:
@@ -68,13 +69,11 @@ def history(ledger: Ledger, name: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture
-def straight(
-    around: Services, ledger: Ledger, tmp_path: Path, name: str
-) -> list[tuple[Any, ...]]:
+def straight(around: Services, ledger: Ledger, tmp_path: Path, name: str) -> list[tuple[Any, ...]]:
     """The history of an uninterrupted run of the same configuration."""
     run = create(ledger, configuration(f"{name}-s", tmp_path))
-    with Fleet(around, tmp_path / "s"):
-        assert train(run, around) == "finished"
+    with Fleet(around, tmp_path / "s") as fleet:
+        assert train(run, around, fleet) == "finished"
     return history(ledger, run)
 
 
@@ -91,7 +90,7 @@ def test_a_run_trains_to_its_end(
         seen[len(seen)] = manifest.sha256
 
     with Fleet(around, tmp_path / "engine", on_load=load) as fleet:
-        assert train(run, around) == "finished"
+        assert train(run, around, fleet) == "finished"
     found = ledger.call(runs.read, run)
     assert (found.state, found.version, found.next_step, found.durable_step) == (
         "finished",
@@ -99,8 +98,8 @@ def test_a_run_trains_to_its_end(
         5,
         5,
     )
-    assert fleet.loaded == [0, 1, 2, 3, 4]  # nothing follows step 4, so version 5 is not published
-    assert len(set(seen.values())) == 5
+    assert fleet.loaded == [0, 1, 2, 3, 4, 5]
+    assert len(set(seen.values())) == 6
     with ledger.transaction() as tx:
         metrics = tx.execute(
             "SELECT metrics FROM steps WHERE run_id = %s AND step = 3", (run,)
@@ -128,7 +127,7 @@ def test_a_run_that_died_goes_on_with_identical_weights(
     point: str,
 ) -> None:
     run = create(ledger, configuration(name, tmp_path))
-    with Fleet(around, tmp_path / "engine"):
+    with Fleet(around, tmp_path / "engine") as fleet:
         crash(run, around, point)
-        assert train(run, around) == "finished"
+        assert train(run, around, fleet) == "finished"
     assert history(ledger, run) == straight
