@@ -7,7 +7,8 @@
 
 from random import Random
 
-from rollbook import PromptSource, Task
+from domain.environments import PromptSource
+from domain.rollouts import Task
 
 _ORDER = Random("reverse3").sample(range(1000), 1000)
 HELD_OUT = 256

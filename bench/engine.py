@@ -1,0 +1,161 @@
+"""Tokens per second of the engine over HTTP, against transformers.generate.
+
+    python -m bench.engine [--folder MODEL] [--threads 1] [--tokens 128]
+
+Without a folder: a random GPT-2 of the size that demos train. Both sides sample at temperature 1
+from the same prompts; the engine also returns log-probabilities. Each figure is the best of three.
+"""
+
+import argparse
+import asyncio
+import logging
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
+
+import httpx
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from activities.inference import EngineClient, SamplingParams
+from engine.main import make_server
+from engine.scheduler import Scheduler
+from engine.weights import Fetched
+
+BATCHES = (1, 8, 32)
+PROMPT = 16
+REPEATS = 3
+POLICY, SHA = "bench@1", "0" * 64
+
+
+class Folder:
+    """Serves one model folder as any manifest."""
+
+    def __init__(self, model: Path, scratch: Path) -> None:
+        self._model = model
+        self._scratch = scratch
+
+    def fetch(self, manifest: str, sha256: str) -> Fetched:
+        """The folder's weights, written as one shard."""
+        model = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
+        self._scratch.mkdir()
+        tensors = {n: p.detach() for n, p in model.named_parameters()}
+        save_file(tensors, self._scratch / "shard-0.safetensors")
+        return Fetched(weights=self._scratch, model=self._model, tensors={}, probe=None)
+
+
+def generate_rate(model: torch.nn.Module, prompts: list[list[int]], tokens: int) -> float:
+    """Tokens a second of transformers.generate."""
+    ids = torch.tensor(prompts)
+    began = time.perf_counter()
+    model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        pad_token_id=0,
+    )
+    return len(prompts) * tokens / (time.perf_counter() - began)
+
+
+async def engine_rate(
+    client: EngineClient, url: str, prompts: list[list[int]], tokens: int, salt: str
+) -> float:
+    """Tokens a second of the engine, requests and answers included."""
+    began = time.perf_counter()
+    answers = await asyncio.gather(
+        *(
+            client.generate(
+                url,
+                POLICY,
+                prompt,
+                SamplingParams(max_tokens=tokens, seed=n),
+                request_id=f"{salt}-{n}",
+                salt=salt,
+            )
+            for n, prompt in enumerate(prompts)
+        )
+    )
+    return sum(len(a.sampled_ids) for a in answers) / (time.perf_counter() - began)
+
+
+async def compare(url: str, model: torch.nn.Module, tokens: int) -> None:
+    """Print the table."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    client = EngineClient()
+    await client.load(url, POLICY, "bench", SHA)
+    print(f"{'batch':>5} {'generate':>10} {'engine':>10} {'ratio':>6}   tokens/s")
+    for batch in BATCHES:
+        prompts = torch.randint(vocabulary, (batch, PROMPT)).tolist()
+        baseline = max(generate_rate(model, prompts, tokens) for _ in range(REPEATS))
+        rates = [
+            await engine_rate(client, url, prompts, tokens, f"{batch}-{n}") for n in range(REPEATS)
+        ]
+        ratio = max(rates) / baseline
+        print(f"{batch:>5} {baseline:>10.0f} {max(rates):>10.0f} {ratio:>6.2f}")
+    await client.aclose()
+
+
+@contextmanager
+def serving(folder: Path, scratch: Path, threads: int) -> Iterator[str]:
+    """An engine in a process of its own; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    process = get_context("spawn").Process(target=serve, args=(folder, scratch, threads, port))
+    process.start()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while process.is_alive():
+            with suppress(httpx.TransportError):
+                httpx.get(url + "/health")
+                break
+            time.sleep(0.05)
+        yield url
+    finally:
+        process.terminate()
+        process.join()
+
+
+def serve(folder: Path, scratch: Path, threads: int, port: int) -> None:
+    """The engine's process."""
+    torch.set_num_threads(threads)
+    scheduler = Scheduler()
+    source = Folder(folder, scratch)
+    make_server(scheduler, source, host="127.0.0.1", port=port, max_resident=1).run()
+    scheduler.close()
+
+
+def main() -> None:
+    """Run the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, help="a Hugging Face causal language model")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of both sides")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per request")
+    chosen = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(chosen.threads)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = chosen.folder or Path(scratch) / "tiny"
+        if chosen.folder is None:
+            config = GPT2Config(
+                vocab_size=12, n_positions=256, n_embd=64, n_layer=2, n_head=4,
+                bos_token_id=None, eos_token_id=None,
+            )  # fmt: skip
+            tiny = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+            tiny.save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model.requires_grad_(False)
+        with serving(folder, Path(scratch) / "weights", chosen.threads) as url:
+            asyncio.run(compare(url, model, chosen.tokens))
+
+
+if __name__ == "__main__":
+    main()
