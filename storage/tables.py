@@ -241,6 +241,7 @@ attempts = Table(
     Column("tokens_at_quorum", BigInteger),
     Column("reward", Double),
     Column("reward_parts", JSONB),
+    Column("metrics", JSONB),
     Column("truncation", Text),
     Column("chain_lengths", ARRAY(Integer)),
     Column("error_type", Text),
