@@ -19,7 +19,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from domain.errors import SourceBroken
 from domain.rollouts import Reward, Segment, Status, Task
-from domain.tools import Message, Tool, answer_calls
+from domain.tools import Message as Message
+from domain.tools import Tool, answer_calls
 
 Recovery = Literal["drop", "stateless", "snapshot"]
 

@@ -7,8 +7,7 @@
 
 from random import Random
 
-from domain.environments import PromptSource
-from domain.rollouts import Task
+from rollbook import PromptSource, Task
 
 _ORDER = Random("reverse3").sample(range(1000), 1000)
 HELD_OUT = 256

@@ -16,7 +16,7 @@ from typing import Self
 
 from domain.config import RunConfig, Services
 from rollbook.root import ROOT
-from rollbook.stack.ports import free_port
+from rollbook.stack import ports
 from rollbook.stack.supervise import Command, Report, Restart, State, Supervisor
 
 TRAINER = "trainer"
@@ -51,7 +51,7 @@ class Job:
         self._force = force
         self._own_engine = not services.engines
         if self._own_engine:
-            url = f"http://127.0.0.1:{free_port()}"
+            url = f"http://127.0.0.1:{ports.choose(0)}"
             services = services.model_copy(update={"engines": (url,)})
         self.services = services
         self._on_change = on_change

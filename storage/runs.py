@@ -76,19 +76,27 @@ def create(
     world: Mapping[str, Any],
     shares: int = 1,
     has_verifier: bool = True,
+    columns: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Insert the run (state `creating`), its shares and its partition of `segments`.
+
+    `columns` are further columns of the row: a fork starts at its parent's step.
 
     Raises:
         RunExists: the name is taken.
     """
-    row = settings.columns(config) | {
-        "run_id": config.name,
-        "config": jsonb({"run": config.model_dump(mode="json"), "world": dict(world)}),
-        "config_sha256": sha256(canonical(config.model_dump(mode="json"))).digest(),
-        "shares": shares,
-        "has_verifier": has_verifier,
-    }
+    stored = config.model_dump(mode="json")
+    row = (
+        settings.columns(config)
+        | {
+            "run_id": config.name,
+            "config": jsonb({"run": stored, "world": dict(world)}),
+            "config_sha256": sha256(canonical(stored)).digest(),
+            "shares": shares,
+            "has_verifier": has_verifier,
+        }
+        | dict(columns)
+    )
     insert = sql.SQL("INSERT INTO runs({}) VALUES ({}) ON CONFLICT (run_id) DO NOTHING").format(
         sql.SQL(", ").join(map(sql.Identifier, row)),
         sql.SQL(", ").join(map(sql.Placeholder, row)),
@@ -98,21 +106,17 @@ def create(
             f"run {config.name!r} exists already; `rollbook resume {config.name}`, or choose "
             "another name"
         )
-    add_shares(tx, config.name, shares)
-
-
-def add_shares(tx: Tx, run: str, shares: int) -> None:
-    """The rows and the partition that every run starts with."""
     tx.execute(
         "INSERT INTO shares(run_id, share) SELECT %s, s FROM generate_series(0, %s) AS s",
-        (run, shares - 1),
+        (config.name, shares - 1),
     )
     # Attached, not created in place: that would lock out every run that is sampling.
-    name = sql.Identifier(f"segments_{blake2b(run.encode(), digest_size=8).hexdigest()}")
-    tx.execute(sql.SQL("CREATE TABLE {} (LIKE segments INCLUDING ALL)").format(name))
+    digest = blake2b(config.name.encode(), digest_size=8).hexdigest()
+    partition = sql.Identifier(f"segments_{digest}")
+    tx.execute(sql.SQL("CREATE TABLE {} (LIKE segments INCLUDING ALL)").format(partition))
     tx.execute(
         sql.SQL("ALTER TABLE segments ATTACH PARTITION {} FOR VALUES IN ({})").format(
-            name, sql.Literal(run)
+            partition, sql.Literal(config.name)
         )
     )
 
@@ -222,6 +226,12 @@ def take_over(tx: Tx, run: str, holder: str, *, lease_s: float, force: bool = Fa
     ).fetchone()
     assert row is not None
     return int(row["trainer_epoch"])
+
+
+def holder(tx: Tx, run: str) -> str | None:
+    """Who took the run over last and has not given it back; its lease may have run out."""
+    row = tx.execute("SELECT trainer_holder FROM runs WHERE run_id = %s", (run,)).fetchone()
+    return None if row is None else row["trainer_holder"]
 
 
 def renew(tx: Tx, run: str, epoch: int, *, lease_s: float) -> None:

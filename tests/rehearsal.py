@@ -85,7 +85,11 @@ class Rehearsal:
 
     def serve(self, version: int) -> None:
         """Upload, publish and have the one engine acknowledge a version."""
-        sha = self.value("SELECT weights_sha256 FROM policy_versions WHERE version = %s", version)
+        sha = self.value(
+            "SELECT weights_sha256 FROM policy_versions WHERE run_id = %s AND version = %s",
+            self.run,
+            version,
+        )
         self.ledger.call(
             versions.record_weights,
             self.run,
@@ -169,6 +173,17 @@ class Rehearsal:
             world={},
         )
 
+    def train(self, count: int) -> None:
+        """Train so many steps, each on the oldest groups, and serve each version."""
+        for _ in range(count):
+            self.hand_over()
+            size = self.config.tasks.batch_size
+            for group in [g for g, at in self.states().items() if at == "submitted"][:size]:
+                self.complete(group)
+            self.planned()
+            self.serve(self.apply())
+        self.hand_over()
+
     def drawn(self) -> int:
         return int(self.value("SELECT count(*) FROM task_batches WHERE run_id = %s", self.run))
 
@@ -222,7 +237,14 @@ class Rehearsal:
             sample,
         )
 
-    def complete(self, group: int, *, lengths: Sequence[int] = (8,), part: int = 0) -> None:
+    def complete(
+        self,
+        group: int,
+        *,
+        lengths: Sequence[int] = (8,),
+        part: int = 0,
+        version: int | None = None,
+    ) -> None:
         """Run every queued sample of a group to a good end and admit the group."""
         self.start(group)
         for row in self.rows(
@@ -232,7 +254,7 @@ class Rehearsal:
             group,
             self.config.groups.size,
         ):
-            self.end(group, row["sample"], lengths=lengths)
+            self.end(group, row["sample"], lengths=lengths, version=version)
         self.admit(group, part=part)
 
     def admit(self, group: int, *, part: int = 0) -> None:
@@ -253,6 +275,10 @@ class Rehearsal:
             )
 
         self.ledger.call(finish)
+
+    def admit_part(self, group: int, part: int) -> None:
+        """Queue the members that have no part; the group goes on sampling."""
+        self.ledger.call(queue.admit, self.run, group, part)
 
     def abandon(self, group: int, state: str = "abandoned") -> None:
         """End a submitted group without training."""

@@ -7,7 +7,6 @@ its destination and renamed, so that a killed import leaves nothing that looks f
 
 import shutil
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -60,13 +59,16 @@ def import_model(source: str, folder: Path) -> Imported:
     The written folder is read back, and every tensor must be equal bit for bit.
 
     Raises:
-        ConfigError: the source is missing or unreadable, `folder` exists, or `gguf` is missing.
+        ConfigError: the source is missing or unreadable, `folder` exists, or a package is missing.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already; remove it or choose another folder")
-    if find_spec("gguf") is None:
-        raise ConfigError("reading GGUF files needs the package gguf; pip install gguf")
-    import_module("gguf")
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"reading GGUF files needs the package {' and '.join(missing)}; "
+            'pip install "rollbook[smollm2]"'
+        )
     file = locate(source)
     started = perf_counter()
     try:

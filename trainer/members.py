@@ -78,7 +78,15 @@ def member_advantages(
     standardize: bool = False,
     pool: Sequence[float] | None = None,
 ) -> list[float]:
-    """The advantage of each rollout; `pool` as in `trainer.advantages.advantages`."""
+    """The advantage of each rollout.
+
+    Args:
+        rollouts: members of whole groups.
+        members: what `judge` says of them.
+        estimator: see `trainer.advantages`.
+        standardize: see `trainer.advantages.advantages`.
+        pool: likewise; rewards of other processes count as trained members of the batch.
+    """
     groups = group_members(rollouts)
     rewards = [[members[i].reward for i in group] for group in groups]
     values = advantages(rewards, estimator, standardize=standardize, pool=pool)

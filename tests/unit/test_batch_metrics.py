@@ -69,6 +69,9 @@ def test_rewards_are_those_that_trained() -> None:
     told = of_batch(WORKED, pack(WORKED, 12, truncation="zero"), config, 5)
     assert told["reward/mean"] == pytest.approx(1.25 / 4)
     assert "masked/truncated" not in told
+    config = CONFIG.model_copy(update={"truncation": "drop"})
+    told = of_batch(WORKED, pack(WORKED, 12, truncation="drop"), config, 5)
+    assert told["reward/mean"] == pytest.approx(1.25 / 3)
     config = CONFIG.model_copy(update={"overlong_from": 2, "overlong_to": 4})
     told = of_batch(WORKED, pack(WORKED, 12, overlong=(2, 4)), config, 5)
     assert told["reward/mean"] == pytest.approx((0 - 0.5 - 0.25) / 3)  # 4, 3 and 3 sampled ids

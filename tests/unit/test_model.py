@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from domain.config import RunConfig, TinyModel
 from domain.errors import ConfigError
 from trainer import folders, model
-from trainer.model import Micro, Policy
+from trainer.model import Policy
 
 
 def config(**sections):
@@ -50,7 +50,7 @@ def packed(*rows):
             positions[r, at : at + n] = torch.arange(n)
             sampled[r, at + prompt : at + n] = True
             at += n
-    return Micro(ids, positions, sampled)
+    return ids, positions, sampled
 
 
 def alone(policy, chain, prompt, temperature=1.0):
@@ -61,51 +61,25 @@ def alone(policy, chain, prompt, temperature=1.0):
 
 def test_packed_scores_equal_those_of_each_chain_alone(tiny):
     chains = [([1, 2, 3, 10, 3, 2, 1, 11], 4), ([4, 10, 4], 2), ([5], 1), ([7, 10, 7, 11], 2)]
-    micro = packed(chains[:3], chains[3:])
+    ids, positions, sampled = packed(chains[:3], chains[3:])
     with torch.no_grad():
-        scores = tiny.score(micro, 0.7)
+        scores = tiny.score(ids, positions, sampled, temperature=0.7)
     expected = [x for ids, prompt in chains for x in alone(tiny, ids, prompt, 0.7)]
-    assert scores.logprobs_RW[micro.sampled_RW].tolist() == pytest.approx(expected, abs=1e-5)
-    assert bool((scores.logprobs_RW[~micro.sampled_RW] == 0).all())
-    assert scores.full_RW is scores.logprobs_RW
-
-
-def test_entropy_is_that_of_the_tempered_distribution(tiny):
-    micro = packed([([1, 10, 1], 2)])
-    logits = tiny.network(torch.tensor([[1, 10, 1]]), use_cache=False).logits[0, 1] / 2.0
-    expected = torch.distributions.Categorical(logits=logits).entropy()
-    assert float(tiny.score(micro, 2.0).entropy_RW.sum().detach()) == pytest.approx(
-        float(expected.detach()), 1e-5
-    )
-
-
-def test_filtered_tokens_are_scored_on_the_recorded_support(tiny):
-    plain = packed([([1, 10, 3, 4, 11], 2), ([2, 10, 5], 2)])
-    # columns 2 and 7 were filtered, columns 3 and 4 were not
-    support = torch.tensor([[3, 7, 5, 1, 0, -1]])
-    columns = torch.tensor([[2, 2, 7, 7, 7, -1]])
-    micro = Micro(plain.ids_RW, plain.positions_RW, plain.sampled_RW, support, columns)
-    with torch.no_grad():
-        scores = tiny.score(micro, 0.5)
-    first = (tiny.network(torch.tensor([[1, 10]])).logits[0, 1] / 0.5)[[3, 7]].log_softmax(0)[0]
-    second = (tiny.network(torch.tensor([[2, 10]])).logits[0, 1] / 0.5)[[5, 1, 0]].log_softmax(0)[0]
-    assert float(scores.logprobs_RW[0, 2]) == pytest.approx(float(first.detach()), abs=1e-5)
-    assert float(scores.logprobs_RW[0, 7]) == pytest.approx(float(second.detach()), abs=1e-5)
-    assert torch.equal(scores.logprobs_RW[0, 3:5], scores.full_RW[0, 3:5])
-    assert float(scores.full_RW[0, 2]) < float(scores.logprobs_RW[0, 2])
+    assert scores.log_probs[sampled].tolist() == pytest.approx(expected, abs=1e-5)
+    assert bool((scores.log_probs[~sampled] == 0).all())
 
 
 def test_the_head_in_chunks_gives_the_same_scores_and_gradients(tiny, monkeypatch):
-    micro = packed([([1, 2, 3, 10, 3, 2, 1, 11], 4), ([4, 10, 4, 11], 2)])
+    rows = packed([([1, 2, 3, 10, 3, 2, 1, 11], 4), ([4, 10, 4, 11], 2)])
 
     def gradients():
         tiny.network.zero_grad()
-        tiny.score(micro, 1.0).logprobs_RW.sum().backward()
+        tiny.score(*rows).log_probs.sum().backward()
         return {n: p.grad.clone() for n, p in tiny.parameters().items() if p.grad is not None}
 
-    whole, scores = gradients(), tiny.score(micro, 1.0).logprobs_RW
+    whole, scores = gradients(), tiny.score(*rows).log_probs
     monkeypatch.setattr(model, "_CHUNK_LOGITS", 2 * tiny.vocabulary)
-    assert torch.allclose(tiny.score(micro, 1.0).logprobs_RW, scores, atol=1e-6)
+    assert torch.allclose(tiny.score(*rows).log_probs, scores, atol=1e-6)
     for name, gradient in gradients().items():
         assert torch.allclose(gradient, whole[name], atol=1e-5), name
 
@@ -132,7 +106,7 @@ def test_a_llama_folder_with_gradient_checkpointing_packs_right(tmp_path):
     assert policy.network.is_gradient_checkpointing
     assert policy.check_packing() < 1e-5
     assert model.weights_digest(policy.weights()) == model.weights_digest(network.state_dict())
-    policy.score(packed([([1, 2, 3, 4], 1)]), 1.0).logprobs_RW.sum().backward()
+    policy.score(*packed([([1, 2, 3, 4], 1)])).log_probs.sum().backward()
     assert all(p.grad is not None for p in policy.parameters().values())
 
 

@@ -220,6 +220,19 @@ def test_a_rejected_chain_leaves_numerator_and_denominator() -> None:
     assert loss.item() == pytest.approx(-2.0)
     assert metrics["mass"] == 2
     assert metrics["mismatch/max"] == 3
+    long, metrics = (
+        policy_loss(  # geometric: the product e^1.2 would leave the band, the mean stays
+            c,
+            c,
+            c - 0.4,
+            row(1, 1, 1),
+            ones(3),
+            sequence_mask=(0.5, 2.0),
+            segment_ids=chains * 0 + 1,
+        )
+    )
+    assert metrics["mass"] == 3
+    assert long.item() == pytest.approx(-1)
     nothing, metrics = policy_loss(
         c, c, b - 9, row(1, 3, 5), ones(3), sequence_mask=(0.5, 2.0), segment_ids=chains
     )

@@ -336,6 +336,7 @@ def test_old_spans_leave_the_loss_and_stay_as_context(
     if trainable:
         assert mine.sum() == 1 + 2 * len(versions) + len(versions) - 1  # all of it is context
         assert packed["rollout_weights"][mask] == pytest.approx(1 / (2 * len(trainable)))
+        assert (packed["rollout_weights"][~packed["response_mask"]] == 0).all()
         assert packed["advantages"][mask] == pytest.approx(0.5)  # the baseline saw both members
     else:
         assert not mine.any()
@@ -347,6 +348,16 @@ def test_two_spans_in_one_turn_are_masked_apart() -> None:
     packed = pack([m8], 8, trainer_version=12, max_lag=1, stale_policy="mask_span")
     assert packed["response_mask"].astype(int).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0]]
     assert packed["versions"][0, 1:5].tolist() == [10, 10, 11, 11]
+
+
+def test_kept_sets_of_old_tokens_take_no_room() -> None:
+    spans, kept = [(10, 1), (12, 1)], [(2, 5, 6), (3, 7)]
+    half_old = rollout(0, [segment([1], [2, 3], 10, spans=spans, support=kept)])
+    packed = pack(
+        [half_old], 4, support_capacity=2, trainer_version=12, max_lag=1, stale_policy="mask_span"
+    )
+    assert packed["support_ids"].tolist() == [[3, 7]]
+    assert packed["support_columns"].tolist() == [[2, 2]]
 
 
 def test_a_batch_of_old_spans_only_makes_no_update() -> None:

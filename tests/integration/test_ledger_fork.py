@@ -1,0 +1,94 @@
+"""A rewind is a fork: the parent keeps its history, the child owes what was owed then."""
+
+import pytest
+
+from domain.errors import LedgerError
+from storage import checkpoints, fork, runs, versions
+from storage.database import Ledger
+from tests.rehearsal import Rehearsal, configuration
+
+
+def resumed(ledger: Ledger, parent: Rehearsal, step: int) -> Rehearsal:
+    """Fork at `step`, resume the child and publish its version."""
+    name = ledger.call(fork.fork, parent.run, parent.epoch, step)
+    child = Rehearsal(ledger, ledger.call(runs.read, name).config, batches=parent.batches)
+    child.take_over()
+    child.serve(child.now().version)
+    return child
+
+
+@pytest.mark.parametrize("order", ["dataset", "deadline"])
+def test_a_fork_trains_again_what_came_after_its_step(ledger: Ledger, order: str) -> None:
+    parent = Rehearsal(ledger, configuration(schedule={"order": order}), batches=5).begin()
+    for _ in range(3):
+        parent.train(1)
+        parent.checkpoint()
+    before = parent.states()
+    child = resumed(ledger, parent, 1)
+    assert child.run == "r1.2"
+    now = child.now()
+    assert (now.parent, now.forked_at, now.first_step, now.next_step) == ("r1", 1, 1, 1)
+    assert (now.version, now.first_version, now.state) == (1, 1, "running")
+    drawn = ledger.call(checkpoints.at, "r1", 1)
+    assert drawn is not None
+    owed = [group for group in before if group >= 2 and group < 2 * drawn.data_position["batch"]]
+    assert child.states() == dict.fromkeys(owed, "registered")
+    assert parent.now().state == "closed"
+    assert {g: parent.states()[g] for g in range(6)} == dict.fromkeys(range(6), "trained")
+    while child.now().next_step < 5:
+        child.train(1)
+        child.checkpoint()
+    assert child.states() == dict.fromkeys(range(2, 10), "trained")
+
+
+def test_forks_of_forks_count_on(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration()).begin()
+    run.train(1)
+    run.checkpoint()
+    second = resumed(ledger, run, 1)
+    second.train(1)
+    second.checkpoint()
+    assert resumed(ledger, second, 1).run == "r1.3"
+    assert ledger.call(fork.fork, "r1", run.take_over(), 0) == "r1.4"
+
+
+def test_a_fork_needs_a_durable_checkpoint(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration()).begin()
+    run.train(1)
+    with pytest.raises(LedgerError, match="no durable checkpoint 1; choose one of: 0"):
+        ledger.call(fork.fork, "r1", run.epoch, 1)
+    assert run.now().state == "running"
+
+
+def test_weights_the_parent_never_uploaded_are_the_childs_to_upload(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration(schedule={"sync_every": 2, "max_lag": 2})).begin()
+    run.hand_over()
+    run.complete(0)
+    run.complete(1)
+    run.planned()
+    run.apply()
+    run.checkpoint()
+    name = ledger.call(fork.fork, "r1", run.epoch, 1)
+    assert ledger.call(versions.state, name, 1) == "computed"
+
+
+def test_a_checkpoint_that_a_fork_names_is_not_retired(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration(checkpoint={"keep": 1})).begin()
+    for _ in range(2):
+        run.train(1)
+        run.checkpoint()
+    ledger.call(fork.fork, "r1", run.epoch, 1)
+    assert [row.step for row in ledger.call(checkpoints.retire, "r1")] == [0]
+
+
+def test_a_group_closed_before_the_step_stays_closed(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration(schedule={"order": "deadline"})).begin()
+    run.hand_over()
+    run.abandon(3)
+    run.train(1)
+    run.checkpoint()
+    run.abandon(2)
+    name = ledger.call(fork.fork, "r1", run.epoch, 1)
+    child = Rehearsal(ledger, ledger.call(runs.read, name).config)
+    assert 3 not in child.states()
+    assert child.states()[2] == "registered"  # the parent abandoned it only afterwards

@@ -1,0 +1,67 @@
+"""The outbox: commands in order, at least once, shared by relays without harm."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from storage import outbox, runs
+from storage.database import Ledger
+from storage.outbox import Command
+from tests.rehearsal import Rehearsal, configuration
+
+
+def test_commands_stay_due_until_they_are_done(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration()).begin()
+    run.hand_over()
+    first = ledger.call(outbox.claim, 3)
+    assert [c.kind for c in first] == ["publish", "start_group", "start_group"]
+    ledger.call(outbox.failed, first[1].id, "Temporal is away")
+    assert ledger.call(outbox.claim, 3) == first
+    ledger.call(outbox.done, [c.id for c in first])
+    rest = ledger.call(outbox.claim)
+    assert [c.key for c in rest] == ["run/r1/b000001/g2~0", "run/r1/b000001/g3~0"]
+    tries = run.rows("SELECT tries, last_error FROM outbox ORDER BY id LIMIT 2")
+    assert [tuple(row.values()) for row in tries] == [(2, None), (2, None)]
+
+
+def test_relays_that_claim_together_share_the_commands(ledger: Ledger) -> None:
+    config = configuration(tasks={"batch_size": 16}, schedule={"order": "deadline"})
+    run = Rehearsal(ledger, config).begin()
+    run.hand_over()
+    together = threading.Barrier(3)
+
+    def relay() -> list[Command]:
+        with ledger.transaction() as tx:
+            together.wait(20)
+            mine = outbox.claim(tx, 8)
+            together.wait(20)  # all have claimed before anyone commits
+        return mine
+
+    with ThreadPoolExecutor(3) as pool:
+        claims = [future.result() for future in [pool.submit(relay) for _ in range(3)]]
+    ids = [c.id for claim in claims for c in claim]
+    assert len(ids) == len(set(ids)) == 24
+
+
+def test_the_start_of_a_generation_that_is_over_is_not_delivered(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration()).begin()
+    run.hand_over()
+    ledger.call(runs.close, "r1", run.epoch, "closed")
+    kinds = [c.kind for c in ledger.call(outbox.claim)]
+    assert kinds == ["publish"] + ["close_group"] * 4
+    run.take_over()
+    run.hand_over()
+    started = [c.key for c in ledger.call(outbox.claim) if c.kind == "start_group"]
+    assert started == [f"run/r1/b00000{g // 2}/g{g}~1" for g in range(4)]
+
+
+def test_done_commands_are_purged_but_for_starts_that_have_not_begun(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration()).begin()
+    run.hand_over()
+    ledger.call(outbox.done, [c.id for c in ledger.call(outbox.claim)])
+    run.do("UPDATE groups SET begun_at = now() WHERE group_id < 2")
+    assert ledger.call(outbox.purge, older_s=3600) == 0
+    assert ledger.call(outbox.purge, older_s=-1) == 3
+    assert [row["key"] for row in run.commands("start_group")] == [
+        "run/r1/b000001/g2~0",
+        "run/r1/b000001/g3~0",
+    ]

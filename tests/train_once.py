@@ -1,0 +1,23 @@
+"""A trainer process for the crash tests: `python tests/train_once.py RUN`, services by environment.
+
+Prints the run's final state. FAILPOINT kills it where a test wants it to die.
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from domain.config import Services
+from trainer.loop import run
+
+if __name__ == "__main__":
+    state = run(
+        sys.argv[1],
+        Services.from_environment(os.environ),
+        holder=f"{socket.gethostname()}:{os.getpid()}",
+        patience_s=20,
+    )
+    print(state)  # noqa: T201

@@ -1,0 +1,112 @@
+"""Where the groups of a step come from: hand-over and plan at every poll, then their tokens.
+
+Hand-over belongs to every poll, not to every step: a group that ends without a batch frees its
+place at once, and the run would otherwise hang with too few groups.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from domain import failpoints
+from domain.data import TaskStream
+from domain.rollouts import Rollout
+from storage import segments, steps, tasks
+from storage.database import Ledger, Tx
+from storage.steps import Planned
+from storage.tasks import HandedOver
+from trainer.waiting import Kind, Waits
+
+
+@dataclass(frozen=True)
+class End:
+    """Nothing is left to train."""
+
+    reason: str
+
+
+@dataclass
+class Consumer:
+    """One share of a run's data, seen from the trainer."""
+
+    ledger: Ledger
+    run: str
+    epoch: int
+    stream: TaskStream
+    waits: Waits
+    share: int = 0
+
+    def position(self) -> dict[str, Any]:
+        """Where the next batch to draw begins."""
+        drawn, _ = self.ledger.call(tasks.progress, self.run, self.share)
+        return self.stream.position(drawn)
+
+    def verify_data(self, position: dict[str, Any]) -> None:
+        """Check that the data is what the run has drawn so far.
+
+        Raises:
+            DataChanged: another data set, order or seed, or a batch with other content.
+        """
+        self.stream.verify(position)
+        drawn, _ = self.ledger.call(tasks.progress, self.run, self.share)
+        for batch in range(int(position["batch"]), drawn):
+            self._register(batch)
+
+    def next_plan(self, step: int) -> Planned | End:
+        """Hand over and plan until the step has its groups.
+
+        Raises:
+            Stopped: the process was asked to stop meanwhile.
+            Fenced: another trainer has taken over.
+            RunStopped, SourceBroken: the run was ended from outside.
+        """
+        while True:
+            self.waits.check()
+            self.hand_over()
+            failpoints.reach("plan_start")
+            answer = self.ledger.call(self._plan, step)
+            if isinstance(answer, Planned):
+                self.waits.over()
+                failpoints.reach("plan_done")
+                return answer
+            if answer.kind == "end":
+                self.waits.over()
+                return End(answer.reason)
+            kind: Kind = "hold" if answer.kind == "hold" else "groups"
+            self.waits.pause(kind, answer.reason)
+
+    def hand_over(self) -> None:
+        """Register what is needed and submit what may be."""
+        while True:
+            handed = self.ledger.call(self._hand_over)
+            if handed.submitted:
+                failpoints.reach("h_done")
+            if handed.need_batch is None:
+                return
+            self._register(handed.need_batch)
+
+    def read(self, plan: Planned) -> list[list[Rollout]]:
+        """The rollouts of the planned parts, in plan order."""
+        rows = [(row.group, row.part) for row in plan.rows]
+        return self.ledger.call(segments.members, self.run, rows) if rows else []
+
+    def _register(self, batch: int) -> None:
+        drawn = self.stream.batch(batch)
+        if drawn:
+            after = self.stream.position(batch + 1)
+            self.ledger.call(
+                tasks.register_batch, self.run, self.epoch, self.share, batch, drawn, after
+            )
+        else:
+            self.ledger.call(tasks.end_of_data, self.run, self.epoch, self.share, batch)
+
+    def _hand_over(self, tx: Tx) -> HandedOver:
+        handed = tasks.hand_over(tx, self.run, self.epoch, self.share)
+        if handed.submitted:
+            failpoints.reach("h_mid")
+        return handed
+
+    def _plan(self, tx: Tx, step: int) -> Planned | steps.Waiting:
+        answer = steps.plan(tx, self.run, self.epoch, self.share, step)
+        if isinstance(answer, Planned) and not answer.replayed:
+            failpoints.reach("plan_mid")
+        return answer

@@ -1,0 +1,217 @@
+"""Creation and restoration: how the network, its optimizer and its weights come to be.
+
+A run is created once: the model folder goes to the object store without weights, the initial
+weights become version 0 and, with a fresh optimizer, checkpoint 0; one transaction names all of it.
+A crash before that transaction leaves unnamed objects and another try; the weights may then differ,
+since nothing has seen them.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from domain import failpoints
+from domain.config import RunConfig
+from domain.errors import ConfigError, DigestMismatch, LedgerError, ObjectMissing
+from storage import checkpoints, manifests, runs
+from storage.checkpoints import CheckpointRow
+from storage.database import Ledger, Tx
+from storage.objects import ObjectStore
+from storage.runs import Run
+from trainer import checkpoint, determinism, folders, publishing
+from trainer.checkpoint import State
+from trainer.determinism import World
+from trainer.model import Policy, longest_context
+from trainer.optimizer import Optimizer
+from trainer.update import Learner
+from trainer.waiting import Waits
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Workshop:
+    """Where a run's parts are built: its stores, a local folder, and its fencing token."""
+
+    ledger: Ledger
+    store: ObjectStore
+    scratch: Path
+    waits: Waits
+    run: str
+    epoch: int
+
+    def create(self, found: Run, position: Mapping[str, Any]) -> None:
+        """Make version 0 and checkpoint 0 and begin the run.
+
+        Raises:
+            ConfigError: the model cannot be read, packed, or hold the configured context.
+        """
+        config = found.config
+        threads = config.trainer.threads or os.cpu_count() or 1
+        device = determinism.settle(threads, exact=config.trainer.exact == "bits")
+        source = folders.source_folder(config, self.scratch / "tiny")
+        files = folders.description_files(source, config.model.dtype)
+        model_digest = folders.files_digest(files)
+        model = self.waits.outlast(
+            lambda: manifests.upload(
+                self.store, f"models/{model_digest}", files, kind="model", sha256=model_digest
+            )
+        )
+        drawn = config.model.tiny is not None or config.model.initial == "random"
+        policy = (Policy.build if drawn else Policy.pretrained)(source, config, device)
+        _check_context(source, config)
+        policy.check_packing()
+        optimizer = Optimizer(policy.parameters(), config.trainer)
+        determinism.seed_step(config.seed, 0)
+        world = asdict(World.here(threads, device)) | {"model_manifest": model.manifest_key}
+        probed = publishing.probe(policy, config.max_context_tokens)
+        if config.trainer.kl_coefficient:
+            # Apart from version 0, which is swept once it is superseded.
+            reference = self._upload_weights(policy, "models/reference", world, probed)
+            world["reference_manifest"] = reference.manifest_key
+        weights = self._upload_weights(policy, f"weights/{self.run}/0", world, probed)
+        saved = self.waits.outlast(
+            lambda: checkpoint.save(
+                self.store,
+                self.scratch,
+                policy,
+                optimizer,
+                run=self.run,
+                step=0,
+                version=0,
+                epoch=self.epoch,
+                position=position,
+            )
+        )
+        failpoints.reach("c_uploaded")
+
+        def begin(tx: Tx) -> None:
+            if runs.read(tx, self.run).state == "creating":
+                runs.set_world(tx, self.run, self.epoch, world)
+            checkpoints.create_first(
+                tx,
+                self.run,
+                self.epoch,
+                weights_sha256=bytes.fromhex(Path(weights.manifest_key).parent.name),
+                manifest_key=weights.manifest_key,
+                weights_bytes=weights.bytes,
+                probe=probed,
+                prefix=saved.prefix,
+                manifest_sha256=saved.manifest_sha256,
+                bytes=saved.bytes,
+                data_position=position,
+                rng=saved.rng,
+                world=world,
+            )
+
+        self.ledger.call(begin)
+        log.info("run %s begins with weights %s", self.run, weights.manifest_key)
+        failpoints.reach("c_row")
+
+    def restore(self, found: Run) -> tuple[Learner, State]:
+        """The learner as it stood at the newest checkpoint that can be read.
+
+        A checkpoint that is damaged or gone is named, and the one before it taken: the steps since
+        then are replayed from their plans, and every digest is compared.
+
+        Raises:
+            DigestMismatch, ObjectMissing: no checkpoint can be read.
+        """
+        config, world = found.config, found.world
+        threads = int(world["threads"])
+        device = determinism.settle(threads, exact=config.trainer.exact == "bits")
+        if changed := World.read(world).differences(World.here(threads, device)):
+            log.warning("this is not the world the run was created in: %s", changed)
+        folder = self.waits.outlast(
+            lambda: publishing.fetch_model(
+                self.store, world["model_manifest"], self.scratch / "model"
+            )
+        )
+        policy = Policy.build(folder, config, device)
+        policy.check_packing()
+        optimizer = Optimizer(policy.parameters(), config.trainer)
+        reference = self._reference(folder, config, world, device)
+        state = self._load_newest(found, policy, optimizer)
+        return Learner(config, policy, optimizer, reference), state
+
+    def _load_newest(self, found: Run, policy: Policy, optimizer: Optimizer) -> State:
+        assert found.durable_step is not None
+        damage: Exception | None = None
+        for step in range(found.durable_step, found.first_step - 1, -1):
+            row = self.ledger.call(checkpoints.at, self.run, step)
+            if row is None:
+                continue
+            try:
+                return self._load(row, policy, optimizer)
+            except (DigestMismatch, ObjectMissing) as error:
+                damage = error
+                log.error("checkpoint %d of %s cannot be read: %s", step, self.run, error)  # noqa: TRY400
+        raise DigestMismatch(
+            f"no checkpoint of run {self.run} can be read; restore the objects under "
+            f"checkpoints/{self.run}/ in the object store"
+        ) from damage
+
+    def _load(self, row: CheckpointRow, policy: Policy, optimizer: Optimizer) -> State:
+        state = self.waits.outlast(
+            lambda: checkpoint.load(
+                self.store,
+                self.scratch,
+                policy,
+                optimizer,
+                prefix=row.prefix,
+                manifest_sha256=row.manifest_sha256,
+            )
+        )
+        if (state.step, state.version) != (row.step, row.version):
+            raise DigestMismatch(
+                f"checkpoint {row.prefix!r} says step {state.step}, version {state.version}; the "
+                f"ledger says step {row.step}, version {row.version}"
+            )
+        return state
+
+    def _reference(
+        self, folder: Path, config: RunConfig, world: Mapping[str, Any], device: torch.device
+    ) -> Policy | None:
+        if not config.trainer.kl_coefficient:
+            return None
+        key = world.get("reference_manifest")
+        if key is None:
+            raise LedgerError(
+                f"run {self.run} has a KL term but no reference weights in its world; it was "
+                "created without one"
+            )
+        kept = self.scratch / "reference"
+        self.waits.outlast(lambda: manifests.fetch(self.store, key, kept))
+        reference = Policy.build(folder, config, device)
+        reference.load(load_file(kept / publishing.WEIGHTS))
+        reference.network.requires_grad_(False)
+        return reference
+
+    def _upload_weights(
+        self, policy: Policy, prefix: str, world: Mapping[str, Any], probed: dict[str, Any]
+    ) -> manifests.Stored:
+        return self.waits.outlast(
+            lambda: publishing.upload(
+                self.store,
+                self.scratch,
+                policy,
+                prefix,
+                model=world["model_manifest"],
+                probe=probed,
+            )
+        )
+
+
+def _check_context(folder: Path, config: RunConfig) -> None:
+    bound = longest_context(folder)
+    if bound is not None and config.max_context_tokens > bound:
+        raise ConfigError(
+            f"budget.max_context_tokens = {config.max_context_tokens} (default: trainer.width) "
+            f"exceeds the {bound} positions of the model; set it to {bound} or less"
+        )

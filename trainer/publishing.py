@@ -1,0 +1,156 @@
+"""Publishing: weights into the object store, then engines are asked to load them and waited for.
+
+A version is published when it is `sync_every` or more ahead of what is served, compared with the
+ledger and only after every replay: a restarted trainer never serves the older weights it restored.
+Every version carries the trainer's log-probabilities of a fixed probe, which each engine must
+reproduce when it loads, so that weights that arrived wrong never sample.
+"""
+
+import logging
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from domain import failpoints
+from domain.errors import EngineUnavailable
+from storage import manifests, runs, versions
+from storage.database import Ledger, Tx
+from storage.manifests import Stored
+from storage.objects import ObjectStore
+from trainer.checkpoint import describe, write_tensors
+from trainer.model import Policy, probe_ids, weights_digest
+from trainer.waiting import Waits
+
+WEIGHTS = "model.safetensors"
+"""The name that Hugging Face readers expect, so that a version beside its model folder loads."""
+
+log = logging.getLogger(__name__)
+
+
+def probe(policy: Policy, longest: int) -> dict[str, Any]:
+    """The fixed sequences and what the trainer's weights say about them."""
+    ids = probe_ids(policy.vocabulary, longest)
+    return {"token_ids": ids, "logprobs": policy.probe(ids)}
+
+
+def upload(
+    store: ObjectStore,
+    scratch: Path,
+    policy: Policy,
+    prefix: str,
+    *,
+    model: str,
+    probe: dict[str, Any],
+) -> Stored:
+    """Store the policy's weights under `prefix/DIGEST`. Content-addressed: safe to repeat.
+
+    Args:
+        store: where.
+        scratch: a local folder for the file on its way.
+        policy: gives the weights.
+        prefix: `weights/RUN/VERSION`.
+        model: manifest key of the model folder they belong to.
+        probe: goes into the manifest.
+    """
+    weights = policy.weights()
+    digest = weights_digest(weights).hex()
+    file = scratch / f"weights-{uuid.uuid4().hex[:12]}.safetensors"
+    try:
+        write_tensors(file, weights)
+        return manifests.upload(
+            store,
+            f"{prefix}/{digest}",
+            {WEIGHTS: file},
+            kind="weights",
+            sha256=digest,
+            tensors=describe(weights, WEIGHTS),
+            meta={"model": model, "probe": probe},
+        )
+    finally:
+        file.unlink(missing_ok=True)
+
+
+@dataclass
+class Publisher:
+    """Publishes the versions of one run."""
+
+    ledger: Ledger
+    store: ObjectStore
+    scratch: Path
+    policy: Policy
+    waits: Waits
+    run: str
+    epoch: int
+    model: str
+    """Manifest key of the model folder."""
+    longest: int
+    """Longest context, which bounds the probe."""
+    sync_every: int
+
+    def publish_if_due(self, version: int, *, first: bool = False) -> None:
+        """Publish `version`, the policy's weights, if the served one is too far behind; wait for it.
+
+        Raises:
+            EngineUnavailable: no engine served it within the limit.
+            Stopped, Fenced, RunStopped, SourceBroken: as the poll.
+        """
+        served = self.ledger.call(versions.served, self.run)
+        if served is not None and version - served < self.sync_every:
+            return
+        if self.ledger.call(versions.state, self.run, version) == "computed":
+            self._upload(version)
+        while not self.ledger.call(versions.publish, self.run, self.epoch, version):
+            self.waits.pause("resident_limit", f"no engine has a free slot for version {version}")
+            self._ensure_open()
+        failpoints.reach("p_loading")
+        while (state := self.ledger.call(versions.state, self.run, version)) == "loading":
+            waited = self.waits.pause("publish", f"engines are loading version {version}")
+            self._ensure_open()
+            if waited > self.waits.patience_s:
+                raise EngineUnavailable(
+                    f"version {version} of run {self.run} was not served within "
+                    f"{self.waits.patience_s:.0f} s; see that an engine is up "
+                    "(ROLLBOOK_ENGINES), that it reaches the object store, and that the workflow "
+                    f"and ledger workers run, then `rollbook resume {self.run}`"
+                )
+        self.waits.over()
+        log.info("version %d is %s", version, state)
+        failpoints.reach("c_served" if first else "p_served")
+
+    def _upload(self, version: int) -> None:
+        probed = probe(self.policy, self.longest)
+        stored = self.waits.outlast(
+            lambda: upload(
+                self.store,
+                self.scratch,
+                self.policy,
+                f"weights/{self.run}/{version}",
+                model=self.model,
+                probe=probed,
+            )
+        )
+        failpoints.reach("p_uploaded")
+        self.ledger.call(
+            versions.record_weights,
+            self.run,
+            self.epoch,
+            version,
+            manifest_key=stored.manifest_key,
+            bytes=stored.bytes,
+            probe=probed,
+        )
+
+    def _ensure_open(self) -> None:
+        def look(tx: Tx) -> None:
+            runs.ensure_open(runs.read(tx, self.run))
+
+        self.ledger.call(look)
+
+
+def fetch_model(store: ObjectStore, manifest_key: str, folder: Path) -> Path:
+    """The model folder that engines and workers use too."""
+    shutil.rmtree(folder, ignore_errors=True)
+    manifests.fetch(store, manifest_key, folder)
+    return folder

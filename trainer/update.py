@@ -1,0 +1,282 @@
+"""COMPUTE: the groups of a plan in, moved weights and their figures out.
+
+Reads from top to bottom as one step: pack, score the proximal policy, then per mini-batch sum the
+gradients of its micro-batches, clip, move. It touches no ledger and no store, and depends on
+nothing but the rollouts, the weights, the optimizer and the configuration: two executions of the
+same plan are bit-equal.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from domain import failpoints
+from domain.config import RunConfig
+from domain.rollouts import Rollout
+from trainer import metrics as figures
+from trainer.logprobs import Scores
+from trainer.mismatch import log_ratio, mismatch
+from trainer.model import Policy
+from trainer.objective import KL, Entropy, loss_mass, policy_loss, pool_metrics, usable_gradient
+from trainer.optimizer import Optimizer, learning_rate
+from trainer.packing import Packed, pack
+
+Cause = Literal["empty", "no_usable_gradient", "nothing_left", "zero_gradient", "not_finite"]
+"""Why a step made no update: no groups; no token that takes loss with an advantage, a KL or an
+entropy term; every chain rejected by the sequence mask; a gradient that is exactly zero; a gradient
+with NaN or infinity, which must not reach the moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a step did."""
+
+    updated: bool
+    cause: Cause | None = None
+    optimizer_updates: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Micro:
+    """Rows that pass through the network together, cut to the columns in use."""
+
+    packed: Packed
+    tensors: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def support(self) -> dict[str, Tensor]:
+        return {n: t for n, t in self.tensors.items() if n.startswith("support_")}
+
+
+@dataclass
+class Learner:
+    """The weights, their optimizer and what a step needs besides."""
+
+    config: RunConfig
+    policy: Policy
+    optimizer: Optimizer
+    reference: Policy | None = None
+    """The initial weights, frozen; needed when there is a KL term."""
+
+    def step(
+        self,
+        groups: Sequence[Sequence[Rollout]],
+        version: int,
+        *,
+        latencies: Sequence[float] = (),
+        cancelled_tokens: Sequence[int] = (),
+    ) -> Outcome:
+        """Train the groups of one plan, in plan order.
+
+        Args:
+            groups: members of each planned part.
+            version: policy version before the step.
+            latencies: for the figures (`trainer.metrics`), as the next.
+            cancelled_tokens: sampled ids of the rollouts cancelled in these groups' favour.
+        """
+        if not groups:
+            return Outcome(updated=False, cause="empty")
+        started = time.monotonic()
+        rollouts = [rollout for group in groups for rollout in group]
+        packed = self._pack(rollouts, version)
+        told = figures.of_batch(
+            rollouts,
+            packed,
+            self.config.trainer,
+            version,
+            latencies=latencies,
+            cancelled_tokens=cancelled_tokens,
+        )
+        coefficients = (self.config.trainer.kl_coefficient, self.config.trainer.entropy_coefficient)
+        if not usable_gradient(packed, *coefficients):
+            return Outcome(updated=False, cause="no_usable_gradient", metrics=told)
+        outcome = self._descend(packed, version)
+        seconds = time.monotonic() - started
+        told |= outcome.metrics | {
+            "time/compute_s": seconds,
+            "tokens_per_second": told["tokens/packed"] / seconds,
+        }
+        return Outcome(
+            updated=outcome.updated,
+            cause=outcome.cause,
+            optimizer_updates=outcome.optimizer_updates,
+            metrics=told,
+        )
+
+    def _pack(self, rollouts: Sequence[Rollout], version: int) -> Packed:
+        t, schedule = self.config.trainer, self.config.schedule
+        return pack(
+            rollouts,
+            t.width,
+            rows=t.rows if t.overflow == "cut" else None,
+            estimator=t.estimator,
+            truncation=t.truncation,
+            truncation_by_cause=t.truncation_by_cause,
+            support_capacity=t.support_capacity,
+            standardize=t.standardize,
+            overlong=figures.overlong(t),
+            trainer_version=version,
+            max_lag=schedule.max_lag,
+            stale_policy=schedule.stale_policy,
+        )
+
+    def _descend(self, packed: Packed, version: int) -> Outcome:
+        """The step's optimizer updates, over disjoint parts of its rows."""
+        t = self.config.trainer
+        used = int((packed["segment_ids"] > 0).any(axis=1).sum())  # full rows come first
+        parts = [
+            [self._micro(packed, rows[i : i + t.rows]) for i in range(0, len(rows), t.rows)]
+            for rows in (list(range(k, used, t.minibatches)) for k in range(t.minibatches))
+            if rows
+        ]
+        proximal = [[self._score_frozen(self.policy, m, entropy=True) for m in p] for p in parts]
+        frozen = [
+            [self._score_frozen(self.reference, m) for m in p] if self.reference else []
+            for p in parts
+        ]
+        failpoints.reach("mid_step")
+        rate = learning_rate(t, version, self.config.steps)
+        told: list[dict[str, Tensor]] = []
+        norms: list[float] = []
+        causes: list[Cause] = []
+        for part, before, reference in zip(parts, proximal, frozen, strict=True):
+            cause = self._gradients(part, before, reference, told)
+            if cause is None:
+                norm = float(self.optimizer.gradient_norm())
+                norms.append(norm)
+                cause = "zero_gradient" if norm == 0.0 else None
+                cause = cause if math.isfinite(norm) else "not_finite"
+            if cause is None:
+                self.optimizer.step(rate)
+            else:
+                causes.append(cause)
+            self.optimizer.clear()
+        updates = len(parts) - len(causes)
+        if updates:
+            failpoints.reach("optimizer")
+        metrics = pool_metrics(told) if told else {}
+        metrics |= self._mismatch(parts, proximal)
+        metrics |= {
+            "lr": rate,
+            "grad_norm": max(norms, default=0.0),
+            "optimizer_updates": float(updates),
+            "skipped_minibatches": float(len(causes)),
+        }
+        if updates:
+            return Outcome(updated=True, optimizer_updates=updates, metrics=metrics)
+        return Outcome(updated=False, cause=causes[0], metrics=metrics)
+
+    def _gradients(
+        self,
+        part: Sequence[_Micro],
+        before: Sequence[Scores],
+        reference: Sequence[Scores],
+        told: list[dict[str, Tensor]],
+    ) -> Cause | None:
+        """Sum the gradients of a mini-batch; names the reason if it has none."""
+        t = self.config.trainer
+        if not any(
+            usable_gradient(m.packed, t.kl_coefficient, t.entropy_coefficient) for m in part
+        ):
+            return "no_usable_gradient"
+        chains: dict[str, Any] = {"kind": t.loss, "aggregation": t.aggregation}
+        mass = sum(
+            loss_mass(
+                proximal.log_probs,
+                m["behavior_logprobs"],
+                m["response_mask"],
+                weights=m["rollout_weights"],
+                segment_ids=m["segment_ids"],
+                sequence_mask=t.sequence_mask,
+                **chains,
+            )
+            for m, proximal in zip(part, before, strict=True)
+        )
+        if not float(mass):
+            return "nothing_left"
+        for i, (m, proximal) in enumerate(zip(part, before, strict=True)):
+            current = self._score(self.policy, m, entropy=bool(t.entropy_coefficient))
+            kl = entropy = None
+            if reference:
+                kl = KL(
+                    reference=reference[i].full,
+                    coefficient=t.kl_coefficient,
+                    kind=t.kl,
+                    current=current.full,
+                )
+            if current.entropy is not None:
+                entropy = Entropy(values=current.entropy, coefficient=t.entropy_coefficient)
+            loss, parts_told = policy_loss(
+                current.log_probs,
+                proximal.log_probs,
+                m["behavior_logprobs"],
+                m["advantages"],
+                m["response_mask"],
+                epsilon_low=t.epsilon_low,
+                epsilon_high=t.epsilon_high,
+                dual_clip=t.dual_clip,
+                importance=t.importance,
+                weights=m["rollout_weights"],
+                segment_ids=m["segment_ids"],
+                sequence_mask=t.sequence_mask,
+                kl=kl,
+                entropy=entropy,
+                normaliser=mass,
+                **chains,
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            told.append(
+                parts_told | {"loss": loss.detach() * mass / parts_told["mass"].clamp(1e-9)}
+            )
+        return None
+
+    def _mismatch(
+        self, parts: Sequence[Sequence[_Micro]], proximal: Sequence[Sequence[Scores]]
+    ) -> dict[str, float]:
+        """Behaviour against the proximal policy, and its entropy, over the tokens of the step."""
+        drifts, entropies = [], []
+        for part, before in zip(parts, proximal, strict=True):
+            for m, scores in zip(part, before, strict=True):
+                mask = m["response_mask"]
+                drifts.append(log_ratio(scores.log_probs, m["behavior_logprobs"])[mask])
+                if scores.entropy is not None:
+                    entropies.append(scores.entropy[mask])
+        drift = torch.cat(drifts)
+        told = mismatch(
+            drift, torch.ones_like(drift, dtype=torch.bool), self.config.trainer.importance
+        )
+        return {n: float(v) for n, v in told.items()} | {
+            "entropy": float(torch.cat(entropies).mean())
+        }
+
+    @torch.no_grad()
+    def _score_frozen(self, policy: Policy, m: _Micro, *, entropy: bool = False) -> Scores:
+        return self._score(policy, m, entropy=entropy)
+
+    def _score(self, policy: Policy, m: _Micro, *, entropy: bool) -> Scores:
+        return policy.score(
+            m["input_ids"],
+            m["positions"],
+            m["response_mask"],
+            temperature=self.config.sampling.temperature,
+            entropy=entropy,
+            **m.support(),
+        )
+
+    def _micro(self, packed: Packed, rows: Sequence[int]) -> _Micro:
+        """Those rows on the device, without the columns that none of them uses."""
+        columns = int((packed["segment_ids"][rows] > 0).any(axis=0).sum())
+        cut = {
+            name: array[rows] if name.startswith("support_") else array[rows][:, :columns]
+            for name, array in packed.items()
+        }
+        tensors = {n: torch.from_numpy(a).to(self.policy.device) for n, a in cut.items()}
+        return _Micro(cut, tensors)

@@ -1,0 +1,80 @@
+"""How often and how long Temporal tries: retry policies, time limits, and the errors that are final."""
+
+from datetime import timedelta
+
+from temporalio import workflow
+from temporalio.common import Priority, RetryPolicy
+from temporalio.workflow import ActivityConfig, LocalActivityConfig
+
+with workflow.unsafe.imports_passed_through():
+    from domain import errors
+    from domain.messages import AttemptFailure, AttemptIn, GroupIn, rollout_queue
+
+
+def _descendants(error: type[Exception]) -> set[type[Exception]]:
+    return {error}.union(*(_descendants(child) for child in error.__subclasses__()))
+
+
+TRANSIENT = {errors.EngineUnavailable}
+"""Errors that another try may not meet."""
+
+FINAL = sorted(
+    {error.__name__ for error in _descendants(errors.RollbookError) - TRANSIENT}
+    | {failure.value for failure in AttemptFailure if failure != AttemptFailure.WORKER_SHUTDOWN}
+)
+"""Error types that are never retried. Temporal matches exact names, so every subclass is named."""
+
+LEDGER_STEP = LocalActivityConfig(
+    start_to_close_timeout=timedelta(seconds=15),
+    # A Postgres outage stalls groups, it never fails them.
+    retry_policy=RetryPolicy(
+        initial_interval=timedelta(milliseconds=200),
+        maximum_interval=timedelta(seconds=30),
+        non_retryable_error_types=FINAL,
+    ),
+    # Longer back-offs are timers of the workflow: they hold no workflow task, so signals get through.
+    local_retry_threshold=timedelta(seconds=2),
+)
+"""A transaction of a few milliseconds. Local: it costs one history event and no server round trip
+(docs/adr/0010-local-activities.md)."""
+
+LOAD_VERSION = ActivityConfig(
+    start_to_close_timeout=timedelta(minutes=10),
+    heartbeat_timeout=timedelta(seconds=30),
+    retry_policy=RetryPolicy(
+        initial_interval=timedelta(seconds=1),
+        maximum_interval=timedelta(seconds=10),
+        non_retryable_error_types=FINAL,
+    ),
+)
+"""One engine fetches, checks and acknowledges one version."""
+
+
+FRESH, RESUBMITTED = Priority(priority_key=3), Priority(priority_key=1)
+"""A replacement is what its group waits for, so it goes first."""
+
+
+def attempt_options(group: GroupIn, which: AttemptIn) -> ActivityConfig:
+    """Where and how long one attempt runs.
+
+    Temporal's own retries only resume it; a resubmission is a new attempt with an id of its own.
+    """
+    return ActivityConfig(
+        task_queue=rollout_queue(group.environment),
+        activity_id=f"s{which.sample}.a{which.attempt}",
+        summary=f"sample {which.sample} · attempt {which.attempt}",
+        priority=RESUBMITTED if which.attempt else FRESH,
+        schedule_to_close_timeout=None
+        if group.timeout_s is None
+        else timedelta(seconds=group.timeout_s),
+        start_to_close_timeout=timedelta(seconds=group.hard_cap_s),
+        heartbeat_timeout=timedelta(seconds=group.heartbeat_s),
+        retry_policy=RetryPolicy(
+            initial_interval=timedelta(seconds=1),
+            maximum_interval=timedelta(seconds=30),
+            maximum_attempts=1 + group.resumes,
+            non_retryable_error_types=FINAL,
+        ),
+        # The ledger row must be final and the engine free before the group closes.
+        cancellation_type=workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
+    )
