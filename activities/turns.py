@@ -216,10 +216,12 @@ class Turns:
             segment = await self._sample(prompt, wanted)
         self.segments += 1
         self.generated += len(segment.sampled_ids)
-        if segment.finish_reason not in ("stop", "length"):
-            raise Failed(f"the engine ended a request with {segment.finish_reason!r}")
-        if segment.finish_reason == "length" and not len(segment.sampled_ids):
-            raise Failed(f"the engine returned no tokens for a request of {wanted}")
+        # What an aborted request had sampled is kept, and the turn goes on from there.
+        if segment.finish_reason != "stop" and not len(segment.sampled_ids):
+            raise Failed(
+                f"the engine ended a request of {wanted} tokens with {segment.finish_reason!r} "
+                "and no tokens"
+            )
         return segment
 
     def _replayed(self, prompt: list[int]) -> Segment | None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,6 +169,33 @@ async def test_a_continued_turn_gets_only_the_budget_that_is_left(
     second = first.again(segments=committed, states=0)
     assert await play(source, TASK, second, config=limits, chat=chat) == expected
     assert [*first.segments[:committed], *second.segments] == whole.segments
+
+
+async def test_a_segment_that_was_cancelled_halfway_counts_what_it_had(chat: Chat) -> None:
+    source = PromptSource(lambda answer, task: float(len(answer)))
+    limits = config(max_generated_tokens=100, segment_tokens=40)
+    first = Scripted(chat, "abcde" * 100)
+    first.fail_at = (2, Fenced("killed"))
+    with pytest.raises(Fenced):
+        await play(source, TASK, first, config=limits, chat=chat)
+    whole, half = first.segments
+    second = first.again(segments=1, states=0)
+    second.recorded = [
+        whole,
+        replace(half, sampled_ids=half.sampled_ids[:20], finish_reason="abort"),
+    ]
+    outcome = await play(source, TASK, second, config=limits, chat=chat)
+    assert (outcome.status, outcome.cause) == (Status.TRUNCATED, "tokens")
+    assert outcome.reward == Reward(100.0)
+    assert [len(s.sampled_ids) for s in second.segments] == [40]
+
+
+async def test_an_engine_that_says_nothing_is_an_infra_error(chat: Chat) -> None:
+    recorder = Scripted(chat, "")
+    recorder.left = [[]]
+    outcome = await play(PromptSource(lambda a, t: 1.0), TASK, recorder, config=config(), chat=chat)
+    assert outcome.status is Status.INFRA_ERROR
+    assert "'length' and no tokens" in outcome.detail
 
 
 @pytest.mark.parametrize(

@@ -70,5 +70,5 @@ def test_a_conversation_grows_exactly_and_keeps_earlier_thoughts(folder: Path) -
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="nope.*qwen3"):
+    with pytest.raises(ConfigError, match=r"nope.*qwen3"):
         Chat.open(folder, renderer="nope")
