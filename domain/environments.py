@@ -202,9 +202,27 @@ class Recorder(Protocol):
         """Shown in the Temporal UI."""
 
 
-class AttemptRecorder(Recorder, Protocol):
-    """What the rollout worker's recorder offers beside: what an earlier execution left, and
-    whether the group's straggler deadline has passed."""
+class AttemptRecorder(Protocol):
+    """What the rollout worker's own recorder offers: single requests, what an earlier execution
+    left, and whether the group's straggler deadline has passed."""
+
+    @property
+    def version(self) -> int:
+        """The version the next request would use."""
+
+    @property
+    def base_url(self) -> str:
+        """The gateway's OpenAI base URL, for programs."""
+
+    @property
+    def api_key(self) -> str:
+        """The attempt's own key at the gateway."""
+
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Segment:
+        """One sampling request, committed before it returns."""
+
+    def progress(self, phase: str, **facts: Any) -> None:
+        """Shown in the Temporal UI."""
 
     @property
     def recorded(self) -> Sequence[Segment]:

@@ -1,0 +1,282 @@
+"""The recorder of one execution of an attempt: prompt ids in, a committed segment out.
+
+A request is sampled under the version that the sampling policy chooses, tried on other engines while
+engines fail, and committed to the ledger before its caller sees a token. The ledger's answer to a
+commit may be that the attempt is cancelled, or has passed to another execution: then the recorder
+*halts* the work. It cancels the task the source runs in, so that no `except` of user code can go on
+without it, and says why in `halted`.
+"""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import psycopg
+
+from activities.sampler import Answer, Request, Sampler
+from activities.whole import whole
+from domain.config import RunConfig
+from domain.errors import ConfigError, EngineUnavailable, Fenced, LedgerError
+from domain.messages import AttemptIn
+from domain.rollouts import Segment
+from storage import segments, snapshots
+from storage.attempts import Started
+from storage.segments import Place, Progress
+
+logger = logging.getLogger(__name__)
+
+
+LONGEST_S = 86_400.0
+"""Seconds for which an attempt without a time limit waits for engines."""
+
+
+class Stopped(Exception):
+    """The ledger cancelled the attempt; the message is its cancel cause."""
+
+
+class ShuttingDown(Exception):
+    """The worker stops: another one takes the attempt up."""
+
+
+class SessionRecorder:
+    """Implements `AttemptRecorder`. Requests may run side by side; commits are one at a time."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        config: RunConfig,
+        attempt: AttemptIn,
+        started: Started,
+        *,
+        recorded: Sequence[Segment] = (),
+        places: Sequence[Place] = (),
+        stop_ids: Sequence[int] = (),
+        patience_s: float = LONGEST_S,
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Take up an attempt.
+
+        Args:
+            sampler: the worker's clients.
+            config: of the run.
+            attempt: which attempt.
+            started: what its start said.
+            recorded: segments that earlier executions committed,
+            places: and where they stand.
+            stop_ids: ids that end a turn.
+            patience_s: seconds from now for which failing engines are tried again.
+            draining: whether the worker is shutting down and requests should not begin.
+        """
+        self._sampler = sampler
+        self._config = config
+        self._attempt = attempt
+        self._started = started
+        self._recorded = recorded
+        self._stop_ids = tuple(sorted(stop_ids))
+        self._give_up_at = time.monotonic() + patience_s
+        self._draining = draining
+        self._commits = asyncio.Lock()
+        self._requests = len(recorded)
+        self._last = places[-1] if places else None
+        self._chain = array("i")
+        if recorded:
+            self._chain.extend(recorded[-1].prompt_ids)
+            self._chain.extend(recorded[-1].sampled_ids)
+        self._ended_turn = bool(recorded) and recorded[-1].finish_reason == "stop"
+        self._version = started.version
+        self._engine: str | None = None
+        self._work: asyncio.Task[Any] | None = None
+        self._facts: dict[str, Any] = {"phase": "starting"}
+        self._tokens = sum(len(segment.sampled_ids) for segment in recorded)
+        self._deadline = started.deadline
+        self._closed = False
+        self.halted: Exception | None = None
+        """Why the recorder cancelled the work, if it did."""
+
+    # ------------------------------------------------------------ what a source sees
+
+    @property
+    def version(self) -> int:
+        """The version the next request would use."""
+        return self._version
+
+    @property
+    def base_url(self) -> str:
+        """The gateway's OpenAI base URL."""
+        raise ConfigError("there is no recording gateway; sample through recorder.chat or .sample")
+
+    @property
+    def api_key(self) -> str:
+        """The attempt's own key at the gateway."""
+        raise ConfigError("there is no recording gateway; sample through recorder.chat or .sample")
+
+    @property
+    def recorded(self) -> Sequence[Segment]:
+        """Segments that were committed before this execution began."""
+        return self._recorded
+
+    @property
+    def deadline_reached(self) -> bool:
+        """The group's straggler deadline has passed; carried-over tails go on regardless."""
+        return self._deadline and self._config.groups.completion.on_stragglers == "truncate"
+
+    def progress(self, phase: str, **facts: Any) -> None:
+        """Shown in the Temporal UI with the next heartbeat."""
+        self._facts = {"phase": phase} | {
+            name: value for name, value in facts.items() if isinstance(value, int | float | str)
+        }
+
+    async def save(self, state: Any) -> None:
+        """Keep a JSON value that describes the attempt at this turn boundary."""
+        segments_so_far = 0 if self._last is None else self._last.seq + 1
+        try:
+            await self._sampler.ledger.run(
+                snapshots.save,
+                self._attempt,
+                self._started.fence,
+                segments=segments_so_far,
+                state=state,
+            )
+        except (Fenced, psycopg.OperationalError) as error:
+            await self._halt(error)
+
+    async def saved(self) -> Any | None:
+        """The newest value that was kept."""
+        return await self._sampler.ledger.run(snapshots.newest, self._attempt)
+
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Segment:
+        """One sampling request, committed before it returns.
+
+        Raises:
+            EngineUnavailable: no engine answered while the attempt's time lasted.
+            EngineRefused, WrongVersion: the engine's answer cannot be used.
+            LedgerError: the ledger refused what the engine answered.
+            CancelledError: the attempt was cancelled, or passed to another execution.
+        """
+        if self.halted is not None or self._closed or self._draining():
+            await self._halt(self.halted or ShuttingDown("the worker is shutting down"))
+        request = Request(
+            attempt=self._attempt,
+            started=self._started,
+            config=self._config,
+            number=self._requests,
+            prompt_ids=prompt_ids,
+            max_tokens=max_tokens or self._config.budget.segment_tokens,
+            stop_ids=self._stop_ids,
+            prefer=self._engine,
+            give_up_at=self._give_up_at,
+        )
+        self._requests += 1
+        try:
+            answer = await self._sampler.answer(request)
+            (segment, progress), cancelled = await whole(self._commit(prompt_ids, answer))
+        except (Fenced, psycopg.OperationalError) as error:
+            await self._halt(error)
+        except (asyncio.CancelledError, EngineUnavailable):
+            await self._keep(request)
+            raise
+        if cancelled:
+            raise asyncio.CancelledError
+        self._deadline = self._deadline or progress.deadline
+        if progress.cancel_cause is not None:
+            await self._halt(Stopped(progress.cancel_cause))
+        return segment
+
+    # ------------------------------------------------------------ what the activity sees
+
+    def bind(self, work: "asyncio.Task[Any]") -> None:
+        """Name the task that is cancelled when the attempt must halt."""
+        self._work = work
+
+    def close(self) -> None:
+        """Begin no further request, whatever the source does with the cancel it is about to get."""
+        self._closed = True
+
+    @property
+    def heartbeat(self) -> dict[str, Any]:
+        """What the Temporal UI shows of this attempt."""
+        return {
+            "turn": 0 if self._last is None else self._last.turn + 1,
+            "seg": 0 if self._last is None else self._last.seq + 1,
+            "tok": self._tokens,
+            "v": self._version,
+            "engine": self._engine,
+        } | self._facts
+
+    # ------------------------------------------------------------ inside
+
+    async def _commit(self, prompt_ids: Sequence[int], answer: Answer) -> tuple[Segment, Progress]:
+        generated = answer.generated
+        version = min((v for v, _ in generated.spans), default=answer.version)
+        segment = Segment(
+            prompt_ids=prompt_ids,
+            sampled_ids=generated.sampled_ids,
+            logprobs=generated.logprobs,
+            finish_reason=generated.finish_reason,
+            version=version,
+            version_spans=generated.spans if len(generated.spans) > 1 else None,
+            kv_version=version if generated.kv_version is None else generated.kv_version,
+            cached_prompt_tokens=generated.cached_prompt_tokens,
+            support=generated.support,
+        )
+        i = self._attempt
+        async with self._commits:
+            prompt = array("i", prompt_ids)
+            place = self._place(prompt)
+            progress = await self._sampler.ledger.run(
+                segments.append,
+                i.run,
+                i.group,
+                i.sample,
+                i.attempt,
+                self._started.fence,
+                segment,
+                place=place,
+                engine=answer.engine,
+            )
+            self._version, self._engine = answer.version, answer.engine
+            self._chain = prompt
+            self._chain.extend(generated.sampled_ids)
+            self._last, self._ended_turn = place, generated.finish_reason == "stop"
+            self._tokens += len(generated.sampled_ids)
+        return segment, progress
+
+    def _place(self, prompt: "array[int]") -> Place:
+        """Where the next segment stands: it extends the last chain, or starts another."""
+        last = self._last
+        if last is None:
+            return Place(seq=0, turn=0, chain=0, context_start=0)
+        extends = prompt[: len(self._chain)] == self._chain
+        continues = extends and len(prompt) == len(self._chain) and not self._ended_turn
+        return Place(
+            seq=last.seq + 1,
+            turn=last.turn + (not continues),
+            chain=last.chain + (not extends),
+            context_start=len(self._chain) if extends else 0,
+        )
+
+    async def _keep(self, request: Request) -> None:
+        """Record what a cancelled request had sampled, if the ledger still takes it."""
+        if not request.partial or not request.partial[0].generated.sampled_ids:
+            return
+        try:
+            await whole(self._commit(request.prompt_ids, request.partial[0]))
+        except (LedgerError, psycopg.Error) as error:
+            logger.warning(
+                "the partial output of a cancelled request was not recorded: %s",
+                error,
+                extra={"run": self._attempt.run, "group": self._attempt.group},
+            )
+
+    async def _halt(self, reason: Exception) -> NoReturn:
+        """Stop the work for good: its task is cancelled, and this call never returns."""
+        if not self._closed:
+            self.halted = self.halted or reason
+        if self._work is None:
+            raise reason
+        self._work.cancel()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("unreachable: the future above is never set")

@@ -1,0 +1,121 @@
+"""An engine that answers what a test wants, over real HTTP; for tests whose subject is not the engine."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rollbook.stack import ports
+
+STOP = 2
+
+
+@dataclass
+class StubEngine:
+    """Samples `tokens` ids (or as many as asked for) and stops; the knobs change while it runs."""
+
+    url: str
+    tokens: int | None = 3
+    """None: as many as asked for, finish reason `length`."""
+    status: int = 200
+    failures: int = 0
+    """Answer 503 to so many further requests."""
+    logprob: float = -0.5
+    hold: asyncio.Event | None = None
+    """Requests wait for it; an aborted one answers with what it has: two ids."""
+    hold_from: int = 0
+    """So many requests are answered at once all the same."""
+    kv_version: Callable[[int], int | None] = lambda version: version
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    running: int = 0
+    _aborts: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    async def generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.failures > 0:
+            self.failures -= 1
+            return Response("try again", status_code=503)
+        if self.status != 200:
+            return Response("the engine's own words", status_code=self.status)
+        wanted = body["sampling_params"]["max_tokens"]
+        number = wanted if self.tokens is None else min(self.tokens, wanted)
+        reason = "length" if number == wanted and self.tokens is None else "stop"
+        held = len(self.requests) > self.hold_from
+        if held and self.hold is not None and not self.hold.is_set():
+            abort = self._aborts.setdefault(body["request_id"], asyncio.Event())
+            self.running += 1
+            waits = [asyncio.ensure_future(e.wait()) for e in (self.hold, abort)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self.running -= 1
+                for wait in waits:
+                    wait.cancel()
+            if abort.is_set():
+                number, reason = 2, "abort"
+        ids = [100 + n % 50 for n in range(number)]
+        if reason == "stop":
+            ids[-1] = STOP
+        version = int(body["model"].rpartition("@")[2])
+        answer = {
+            "request_id": body["request_id"],
+            "usage": {"prompt_tokens_details": {"cached_tokens": len(body["token_ids"]) // 2}},
+            "choices": [
+                {
+                    "finish_reason": reason,
+                    "token_ids": ids,
+                    "logprobs": {
+                        "content": [{"token_id": i, "logprob": self.logprob} for i in ids]
+                    },
+                    "weight_versions": [{"version": str(version), "start": 0, "end": number}],
+                    "kv_version": self.kv_version(version),
+                }
+            ],
+        }
+        return Response(json.dumps(answer), media_type="application/json")
+
+    async def abort(self, request: Request) -> Response:
+        for name in (await request.json())["request_ids"]:
+            plain = name.removeprefix("generate-tokens-")
+            self.aborted.append(plain)
+            self._aborts.setdefault(plain, asyncio.Event()).set()
+        return Response("{}", media_type="application/json")
+
+    async def health(self, _: Request) -> Response:
+        body = {"incarnation": 1, "max_resident": 4, "policies": {}, "running": 0, "waiting": 0}
+        return Response(json.dumps(body), media_type="application/json")
+
+
+@asynccontextmanager
+async def stub_engine() -> AsyncIterator[StubEngine]:
+    """A stub engine on a free port of this machine, in this event loop."""
+    port = ports.choose(0)
+    engine = StubEngine(f"http://127.0.0.1:{port}")
+    app = Starlette(
+        routes=[
+            Route("/inference/v1/generate", engine.generate, methods=["POST"]),
+            Route("/inference/v1/abort_requests", engine.abort, methods=["POST"]),
+            Route("/health", engine.health),
+        ]
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off")
+    )
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    try:
+        yield engine
+    finally:
+        server.force_exit = server.should_exit = True
+        await serving
