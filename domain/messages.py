@@ -194,6 +194,7 @@ class PublishIn:
 
     run: str
     version: int
+    patience_s: float = 60.0  # plus twice what the first engine took: then the slow are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +212,24 @@ class EngineList:
     """Engines that are alive and must acknowledge a version before it is served."""
 
     engines: tuple[EngineRef, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Asks whether a version can be served now, without waiting for these engines (base URLs)."""
+
+    run: str
+    version: int
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishRefused:
+    """Every engine refused a version: the run cannot go on."""
+
+    run: str
+    version: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ class ObjectStore:
                 response_checksum_validation="when_required",
                 max_pool_connections=4 * threads,
                 connect_timeout=5,
-                read_timeout=60,
+                read_timeout=30,
             ),
         )
 

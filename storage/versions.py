@@ -7,7 +7,7 @@ versions stay while a running attempt pins them (view `version_pins`: derived, s
 An engine's acknowledgements belong to one incarnation of its process and vanish with it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -181,8 +181,12 @@ def unloaded(tx: Tx, run: str, engine_url: str, version: int) -> None:
     )
 
 
-def mark_served(tx: Tx, run: str, version: int) -> bool:
-    """Serve a loading version once every live engine acknowledged it; whether it is served now."""
+def mark_served(tx: Tx, run: str, version: int, *, without: Sequence[str] = ()) -> bool:
+    """Serve a loading version once every live engine acknowledged it; whether it is served now.
+
+    Engines named in `without` (base URLs) refused it or are too slow, and are not waited for; some
+    engine must have acknowledged.
+    """
     row = _row(tx, run, version, lock=True)
     if row["state"] == "served":
         return True
@@ -194,8 +198,9 @@ def mark_served(tx: Tx, run: str, version: int) -> bool:
         LEFT JOIN engine_versions v ON (v.run_id, v.engine_id, v.incarnation, v.version)
             = (e.run_id, e.engine_id, e.incarnation, %s)
         WHERE e.run_id = %s AND e.alive_until > now()
+            AND (v.version IS NOT NULL OR NOT e.engine_id = ANY(%s))
         """,
-        (version, run),
+        (version, run, list(without)),
     ).fetchone()
     assert engines is not None
     if engines["live"] == 0 or engines["acknowledged"] < engines["live"]:

@@ -41,7 +41,7 @@ def supervisor(state_folder: Path) -> Iterator[Supervisor]:
 def postgres(state_folder: Path, supervisor: Supervisor) -> Postgres:
     server = Postgres(
         state=state_folder,
-        port=ports.choose(0),
+        port=ports.free_port(),
         password=secrets.token_hex(16),
         # The tests kill processes, not the machine: what the kernel holds survives.
         settings={"fsync": "off"},
@@ -60,7 +60,7 @@ def postgres_url(postgres: Postgres) -> str:
 
 @pytest.fixture(scope="session")
 def temporal(state_folder: Path, supervisor: Supervisor) -> Temporal:
-    port = ports.choose(0)
+    port = ports.free_port()
     server = Temporal(state=state_folder, port=port, ui_port=ports.choose(0, [port]))
     server.prepare()
     supervisor.start(server.command())

@@ -26,7 +26,7 @@ LOSSES = {
 }
 
 
-TRIED_AGAIN = {"stale": "stale", "resident_limit": "cancelled"}
+TRIED_AGAIN = {"stale": "stale", "resident_limit": "cancelled", "human": "cancelled"}
 """Causes of our own cancel requests after which the sample runs again, and what is counted."""
 
 

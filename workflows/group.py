@@ -274,7 +274,7 @@ class GroupWorkflow:
         elif answer.close is not None:
             self.ended = self.ended or (answer.close, answer.cause)
         elif answer.next_attempt is not None:
-            self._note_resubmission(str(ending.cause))
+            self._note_resubmission(str(answer.cause or ending.cause))  # the ledger knows best
         return answer.next_attempt
 
     async def _close_attempt(self, sample: int, attempt: int, ending: Ending) -> NextAttempt:

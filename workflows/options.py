@@ -8,7 +8,14 @@ from temporalio.workflow import ActivityConfig, LocalActivityConfig
 
 with workflow.unsafe.imports_passed_through():
     from domain import errors
-    from domain.messages import AttemptFailure, AttemptIn, GroupIn, rollout_queue
+    from domain.messages import (
+        LEDGER_QUEUE,
+        AttemptFailure,
+        AttemptIn,
+        EngineRef,
+        GroupIn,
+        rollout_queue,
+    )
 
 
 def _descendants(error: type[Exception]) -> set[type[Exception]]:
@@ -38,18 +45,6 @@ LEDGER_STEP = LocalActivityConfig(
 """A transaction of a few milliseconds. Local: it costs one history event and no server round trip
 (docs/adr/0010-local-activities.md)."""
 
-LOAD_VERSION = ActivityConfig(
-    start_to_close_timeout=timedelta(minutes=10),
-    heartbeat_timeout=timedelta(seconds=30),
-    retry_policy=RetryPolicy(
-        initial_interval=timedelta(seconds=1),
-        maximum_interval=timedelta(seconds=10),
-        non_retryable_error_types=FINAL,
-    ),
-)
-"""One engine fetches, checks and acknowledges one version."""
-
-
 FRESH, RESUBMITTED = Priority(priority_key=3), Priority(priority_key=1)
 """A replacement is what its group waits for, so it goes first."""
 
@@ -77,4 +72,21 @@ def attempt_options(group: GroupIn, which: AttemptIn) -> ActivityConfig:
         ),
         # The ledger row must be final and the engine free before the group closes.
         cancellation_type=workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
+    )
+
+
+def load_options(engine: EngineRef) -> ActivityConfig:
+    """How long one engine may take to fetch, check and acknowledge one version."""
+    return ActivityConfig(
+        task_queue=LEDGER_QUEUE,
+        summary=f"{engine.engine} · incarnation {engine.incarnation}",
+        start_to_close_timeout=timedelta(minutes=15),
+        heartbeat_timeout=timedelta(seconds=30),
+        retry_policy=RetryPolicy(
+            initial_interval=timedelta(milliseconds=500),
+            maximum_interval=timedelta(seconds=10),
+            non_retryable_error_types=FINAL,
+        ),
+        # A load that is no longer waited for may finish by itself.
+        cancellation_type=workflow.ActivityCancellationType.TRY_CANCEL,
     )

@@ -10,6 +10,7 @@ import typer
 
 from rollbook.connect import STATE
 from rollbook.output import console, print_facts, print_json
+from rollbook.stack import background
 from rollbook.stack import stack as stacks
 from rollbook.stack.parts import PortWishes
 from rollbook.stack.stack import Stack
@@ -33,9 +34,12 @@ def up(
         int | None, typer.Option(help="Default: 8233 or a free one.")
     ] = None,
     s3_port: Annotated[int | None, typer.Option(help="Default: 8333 or a free one.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running.")] = False,
     json: Json = False,
 ) -> None:
     """Start Postgres, Temporal and S3 from wheels, and keep them running until Ctrl-C.
+
+    With `--detach` a process of its own keeps them running until `rollbook down`.
 
     A second `up` on the same folder reports the stack that runs there.
 
@@ -44,6 +48,11 @@ def up(
     wishes = PortWishes(
         postgres=postgres_port, temporal=temporal_port, temporal_ui=temporal_ui_port, s3=s3_port
     )
+    if detach:
+        with background.start(state, environ=os.environ, wishes=wishes) as stack:
+            upgrade(stack.services.database_url)
+            show_stack(stack, json=json)
+        return
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

@@ -59,6 +59,11 @@ def choose(preferred: int, taken: Iterable[int] = (), *, companion: int = 0) -> 
     )
 
 
+def free_port() -> int:
+    """Any free port."""
+    return choose(0)
+
+
 def demand(port: int, option: str) -> int:
     """The port somebody asked for by name.
 

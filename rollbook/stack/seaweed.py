@@ -107,7 +107,8 @@ class Seaweed:
                 s3={"addressing_style": "path"},
                 retries={"total_max_attempts": 1},
                 connect_timeout=2,
-                read_timeout=5,
+                # A put that meets a store still starting hangs for long; the next one is answered.
+                read_timeout=2,
             ),
         )
         try:

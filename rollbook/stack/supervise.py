@@ -163,17 +163,22 @@ class Supervisor:
         """Wait until the named children (default: all) are ready.
 
         Raises:
-            ChildFailed: one failed, died `deaths` times in a row, or the time is over.
+            ChildFailed: one failed, died `deaths` times meanwhile, or the time is over.
         """
         with self._changed:
             children = [self._children[name] for name in names or self._children]
+            before = {c.command.name: c.deaths for c in children}
 
             def settled() -> bool:
                 return all(c.state is State.READY for c in children) or bool(lost())
 
             def lost() -> list[_Child]:
                 ended = (State.FAILED, State.FINISHED)
-                return [c for c in children if c.state in ended or c.deaths >= deaths]
+                return [
+                    c
+                    for c in children
+                    if c.state in ended or c.deaths - before[c.command.name] >= deaths
+                ]
 
             in_time = self._changed.wait_for(settled, timeout_s)
             if broken := lost():

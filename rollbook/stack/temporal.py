@@ -56,6 +56,8 @@ class Temporal:
                 *("--namespace", self.namespace, "--log-level", "warn", "--log-format", "json"),
             ),
             log=self.state / "logs" / "temporal.log",
+            # A graceful stop waits for connected clients; SIGKILL loses nothing.
+            stop_grace_s=5.0,
             ready=self.probe,
         )
 

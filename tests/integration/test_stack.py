@@ -194,7 +194,7 @@ def test_external_services_are_checked_before_anything_starts(
 ) -> None:
     wrong = {
         "database_url": services.database_url.replace("rollbook:", "rollbook:wrong"),
-        "temporal_address": f"127.0.0.1:{ports.choose(0)}",
+        "temporal_address": f"127.0.0.1:{ports.free_port()}",
         "s3_secret_key": "wrong",
     }
     environ = services.model_copy(update=wrong).environment()

@@ -1,0 +1,128 @@
+"""The inference engines: which are alive, which versions each must hold, and making them hold them.
+
+An engine is alive while its health is seen; an engine that restarted has a new incarnation and no
+acknowledgements. It takes traffic for a version once it has acknowledged that version's digest.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from activities.inference import EngineClient, Health
+from domain.errors import DigestMismatch, EngineError, EngineUnavailable, LedgerError
+from domain.ids import policy_name, policy_version
+from storage import census, versions
+from storage.database import Ledger
+
+logger = logging.getLogger(__name__)
+
+ALIVE_S = 10.0
+"""An engine that was not seen for so long is not waited for and gets no requests."""
+
+
+async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, engine: str) -> None:
+    """Make one engine hold one version, and record its acknowledgement.
+
+    Raises:
+        EngineUnavailable: no answer, no free slot, or it restarted meanwhile: try again.
+        EngineRefused: the weights are bad, or the name stands for other weights.
+        DigestMismatch, WrongVersion: it loaded other weights.
+    """
+    weights = await ledger.run(versions.weights, run, version)
+    name = policy_name(run, version)
+    await _make_room(ledger, engines, engine, name)
+    incarnation = await engines.load(engine, name, weights.manifest_key, weights.sha256.hex())
+    acknowledged = await ledger.run(
+        versions.acknowledge, run, engine, incarnation, version, weights.sha256
+    )
+    if not acknowledged:
+        raise EngineUnavailable(
+            f"engine {engine} holds {name} but has restarted or was not seen yet; trying again"
+        )
+
+
+async def _make_room(ledger: Ledger, engines: EngineClient, engine: str, name: str) -> None:
+    """Unload what no run wants, then what is served but pinned by nobody, if no slot is free."""
+    health = await engines.health(engine)
+    if name in health.policies:
+        return
+    surplus = len(health.policies) + 1 - health.max_resident
+    if surplus <= 0:
+        return
+    wanted = await ledger.run(census.wanted)
+    pinned = await ledger.run(census.pinned)
+    idle = sorted(health.policies, key=lambda held: (held in wanted, held))
+    for held in [held for held in idle if held not in pinned][:surplus]:
+        await unload(ledger, engines, engine, held)
+
+
+async def unload(ledger: Ledger, engines: EngineClient, engine: str, name: str) -> None:
+    """Take one version from an engine: first out of the routes, then out of its memory."""
+    run, version = policy_version(name)
+    await ledger.run(versions.unloaded, run, engine, version)
+    await engines.unload(engine, name)
+
+
+@dataclass
+class Fleet:
+    """Keeps the configured engines as the ledger wants them. One round at a time."""
+
+    ledger: Ledger
+    engines: EngineClient
+    urls: Sequence[str]
+    _loading: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+
+    async def tend(self) -> None:
+        """See every engine once, and start to mend those that lack or hoard versions."""
+        runs = await self.ledger.run(census.active_runs)
+        wanted = await self.ledger.run(census.wanted)
+        await asyncio.gather(*(self._tend_engine(url, runs, wanted) for url in self.urls))
+
+    async def retire(self) -> None:
+        """Let go of superseded versions that nothing pins; the next rounds unload them."""
+        for run in await self.ledger.run(census.active_runs):
+            await self.ledger.run(versions.retire, run)
+
+    async def stop(self) -> None:
+        """Give up what is loading; engines finish or drop it by themselves."""
+        for task in self._loading.values():
+            task.cancel()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        self._loading.clear()
+
+    async def _tend_engine(self, url: str, runs: Sequence[str], wanted: Mapping[str, str]) -> None:
+        try:
+            health = await self.engines.health(url)
+        except EngineError as error:
+            logger.warning("engine %s is not seen: %s", url, error)
+            return
+        for run in runs:
+            await self.ledger.run(
+                versions.see_engine, run, url, health.incarnation, health.max_resident, ALIVE_S
+            )
+        mending = self._loading.get(url)
+        if mending is None or mending.done():
+            self._loading[url] = asyncio.create_task(self._mend(url, health, wanted))
+
+    async def _mend(self, url: str, health: Health, wanted: Mapping[str, str]) -> None:
+        try:
+            for name in health.policies:
+                if name not in wanted and _is_ours(name):
+                    await unload(self.ledger, self.engines, url, name)
+            held = await self.ledger.run(census.acknowledged, url, health.incarnation)
+            for name, state in wanted.items():
+                if name not in held and state != "loading":  # those are PublishWorkflow's
+                    run, version = policy_version(name)
+                    await load(self.ledger, self.engines, run, version, url)
+        except (EngineError, DigestMismatch, LedgerError) as error:
+            logger.warning("engine %s is not as it should be: %s", url, error)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether rollbook gave this name; an engine may hold models of other owners."""
+    try:
+        policy_version(name)
+    except ValueError:
+        return False
+    return True

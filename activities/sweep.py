@@ -1,0 +1,175 @@
+"""Finds what Temporal lost, what the ledger gave up, and what broke, and settles it.
+
+Everything found is checked with Temporal by workflow id and settled by compare-and-set on the
+generation or fence, so a sweep that is late, doubled or wrong about the present changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities import relay
+from domain.ids import publish_workflow_id
+from domain.messages import Close, FinishGroup, GroupIn, GroupState, PublishIn
+from storage import census, groups, housekeeping, reopen, runs
+from storage.census import Open, Silent
+from storage.database import Ledger
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LIMIT = 256
+"""Looked at in one sweep; the oldest first, so the rest have their turn."""
+
+CONCURRENT = 16
+
+RUNNING = 'WorkflowType = "GroupWorkflow" AND ExecutionStatus = "Running"'
+
+
+@dataclass
+class Sweep:
+    """One round a call. Remembers only which workflows looked superfluous the last time."""
+
+    ledger: Ledger
+    client: Client
+    grace_s: float = 60.0
+    """Nothing younger is looked at: a start or a close takes its time."""
+    silent_s: float = GroupIn.heartbeat_s * (1 + GroupIn.resumes)
+    """An attempt may be silent for so long before it is asked for."""
+    _superfluous: frozenset[str] = field(default_factory=frozenset)
+
+    async def run(self) -> None:
+        """All checks, in an order in which each sees what the earlier ones settled.
+
+        Raises:
+            psycopg.OperationalError, RPCError: the ledger or Temporal is away; the next round does it.
+        """
+        await self._reopen_lost_groups()
+        await self._close_superfluous_workflows()
+        await self._end_cancelled_attempts()
+        await self._lose_silent_attempts()
+        await self._restart_publications()
+        await self._fail_violated_runs()
+
+    async def _reopen_lost_groups(self) -> None:
+        """A submitted group whose workflow is closed or unknown: open it again as lost."""
+        quiet = await self.ledger.run(census.quiet_groups, grace_s=self.grace_s, limit=LIMIT)
+        await _each(quiet, self._look_at_group)
+
+    async def _look_at_group(self, group: Open) -> None:
+        status = await self._status(group.workflow_id)
+        if status is WorkflowExecutionStatus.RUNNING:
+            return
+        if status is WorkflowExecutionStatus.CANCELED:  # by a person, before it could say so
+            ending = FinishGroup(
+                run=group.run,
+                group=group.group,
+                gen=group.gen,
+                outcome="cancelled",
+                cause="human",
+            )
+            await self.ledger.run(groups.finish, ending)
+        else:
+            await self.ledger.run(reopen.reopen, group.run, group.group, group.gen, cause="lost")
+        logger.warning(
+            "group %s of run %s: workflow %s is %s; settled",
+            group.group,
+            group.run,
+            group.workflow_id,
+            "unknown to Temporal" if status is None else status.name.lower(),
+        )
+
+    async def _close_superfluous_workflows(self) -> None:
+        """A running workflow that no submitted group names, seen twice: tell it to end."""
+        active = frozenset(await self.ledger.run(census.active_runs))
+        before = datetime.now(UTC) - timedelta(seconds=self.grace_s)
+        old = f'{RUNNING} AND StartTime < "{before:%Y-%m-%dT%H:%M:%SZ}"'
+        found = [execution.id async for execution in self.client.list_workflows(old)]
+        ours = [each for each in found if _run_of(each) in active]
+        current = await self.ledger.run(census.current_workflows, ours)
+        superfluous = frozenset(ours) - current
+        for workflow_id in sorted(superfluous & self._superfluous):
+            logger.warning("workflow %s belongs to no submitted group; closing it", workflow_id)
+            await relay.signal(self.client, workflow_id, "close_group", [Close(cause="close")])
+        self._superfluous = superfluous
+
+    async def _end_cancelled_attempts(self) -> None:
+        """An attempt that was told to stop, and whose workflow is gone: it has stopped."""
+        silent = await self.ledger.run(
+            census.silent_attempts, silent_s=self.grace_s, cancelled=True, limit=LIMIT
+        )
+        await _each(silent, self._look_at_cancelled)
+
+    async def _look_at_cancelled(self, attempt: Silent) -> None:
+        if await self._status(attempt.workflow_id) is not WorkflowExecutionStatus.RUNNING:
+            await self.ledger.run(housekeeping.end_cancelled, attempt)
+
+    async def _lose_silent_attempts(self) -> None:
+        """An attempt that its running workflow does not answer for any more: lost."""
+        silent = await self.ledger.run(
+            census.silent_attempts, silent_s=self.silent_s, cancelled=False, limit=LIMIT
+        )
+        await _each(silent, self._look_at_silent)
+
+    async def _look_at_silent(self, attempt: Silent) -> None:
+        try:
+            state = await self.client.get_workflow_handle(attempt.workflow_id).query(
+                "state", result_type=GroupState, rpc_timeout=relay.RPC_TIMEOUT
+            )
+        except WorkflowQueryFailedError:
+            return
+        except RPCError as error:
+            # Gone: its group is the matter of the group check. No worker answers: ask again later.
+            logger.info("no answer from %s: %s", attempt.workflow_id, error)
+            return
+        if not any(
+            (live.sample, live.attempt) == (attempt.sample, attempt.attempt) for live in state.live
+        ):
+            await self.ledger.run(housekeeping.lose, attempt)
+
+    async def _restart_publications(self) -> None:
+        """A version that loads, and whose publication is closed or unknown: start it again."""
+        for run, version in await self.ledger.run(census.stuck_publications, grace_s=self.grace_s):
+            status = await self._status(publish_workflow_id(run, version))
+            if status is not WorkflowExecutionStatus.RUNNING:
+                logger.warning("the publication of %s@%s is gone; starting it", run, version)
+                await relay.start_publish(self.client, PublishIn(run=run, version=version))
+
+    async def _fail_violated_runs(self) -> None:
+        """A rule of the ledger is broken: stop that run before it trains on it."""
+        for run, what in await self.ledger.run(census.violations):
+            logger.error("run %s breaks a rule of the ledger and is stopped: %s", run, what)
+            await self.ledger.run(runs.fail, run, f"ledger violation: {what}")
+
+    async def _status(self, workflow_id: str) -> WorkflowExecutionStatus | None:
+        """None: Temporal does not know the workflow."""
+        try:
+            handle = self.client.get_workflow_handle(workflow_id)
+            return (await handle.describe(rpc_timeout=relay.RPC_TIMEOUT)).status
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:
+                return None
+            raise
+
+
+def _run_of(workflow_id: str) -> str | None:
+    """The run in an id of the form run/RUN/...; None for a workflow of someone else."""
+    parts = workflow_id.split("/")
+    return parts[1] if len(parts) > 2 and parts[0] == "run" else None
+
+
+async def _each(items: Sequence[T], look: Callable[[T], Awaitable[None]]) -> None:
+    slots = asyncio.Semaphore(CONCURRENT)
+
+    async def one(item: T) -> None:
+        async with slots:
+            await look(item)
+
+    await asyncio.gather(*(one(item) for item in items))
