@@ -10,7 +10,7 @@ a value of the wrong type                                    SourceBroken: the r
 a used-up budget                                             truncated, with its cause
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from activities.chat import Chat
@@ -28,10 +28,11 @@ from domain.environments import (
     SessionSource,
     Source,
 )
-from domain.errors import AgentError, BudgetExhausted, SourceBroken
+from domain.errors import AgentError, BudgetExhausted, ConfigError, SourceBroken
 from domain.rollouts import TRUNCATION_CAUSES, Status, Task
-from domain.sampling import Limits
+from domain.sampling import Limits, Spent, next_request
 from domain.text import clean
+from domain.tools import Message
 
 
 async def play(
@@ -61,20 +62,44 @@ async def play(
         )
 
 
+def rehearse(source: Source, tasks: Sequence[Task], *, config: RunConfig, chat: Chat) -> None:
+    """Refuse, before anything is started, what would fail every rollout.
+
+    Args:
+        source: Of the run.
+        tasks: Some of the data set; prompts are rendered as they will be.
+        config: Of the run.
+        chat: Of the run's model.
+
+    Raises:
+        ConfigError: the model cannot hold this source's conversations, or a prompt cannot be
+            rendered or leaves no room for an answer.
+    """
+    if isinstance(source, Env) and (source.tools or config.budget.max_turns > 1):
+        chat.require_turns(tools=bool(source.tools))
+    if not isinstance(source, PromptSource):
+        return
+    limits = Limits.of(config)
+    for task in tasks:
+        conversation = Conversation(chat)
+        try:
+            conversation.begin(_messages(task))
+        except SourceBroken as error:
+            raise ConfigError(f"task {task.id!r}: {error}") from error
+        length = len(conversation.prompt)
+        if isinstance(next_request(limits, Spent(generated=0, context=length)), str):
+            raise ConfigError(
+                f"task {task.id!r} has a prompt of {length} tokens, which leaves no room for an "
+                f"answer within the context of {limits.context}; raise trainer.width or "
+                "budget.max_context_tokens"
+            )
+
+
 async def _play_prompt(
     source: PromptSource, task: Task, turns: Turns, conversation: Conversation
 ) -> Outcome:
     """One turn. A draw that a budget cut short is truncated, and still scored."""
-    prompt = task.data.get("prompt")
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt):
-        messages = [dict(message) for message in prompt]
-    else:
-        raise SourceBroken(
-            f"task {task.id!r} has the prompt {prompt!r:.80}; a prompt set needs rows with "
-            '"prompt": a string or a list of messages'
-        )
+    messages = _messages(task)
     status, cause = Status.COMPLETED, None
     try:
         conversation.begin(messages)
@@ -86,6 +111,18 @@ async def _play_prompt(
     answer = conversation.chat.text(conversation.sampled)
     value = await verdict(where, source.reward, answer, task)
     return Outcome(status, reward=as_reward(value, where), cause=cause, turns=turns.turns)
+
+
+def _messages(task: Task) -> list[Message]:
+    prompt = task.data.get("prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt):
+        return [dict(message) for message in prompt]
+    raise SourceBroken(
+        f"task {task.id!r} has the prompt {prompt!r:.80}; a prompt set needs rows with "
+        '"prompt": a string or a list of messages'
+    )
 
 
 async def _play_session(

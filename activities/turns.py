@@ -65,7 +65,10 @@ class Conversation:
         self._look(messages)
         self.messages = list(messages)
         self._before, self._new = None, self.messages
-        self.prompt, self.sampled = self.chat.prompt(messages, self.tools), []
+        try:
+            self.prompt, self.sampled = self.chat.prompt(messages, self.tools), []
+        except ConfigError as error:
+            raise SourceBroken(str(error)) from error
 
     def extend(self, new: Sequence[Message]) -> None:
         """Append messages after the assistant's turn; what was sent and sampled stays as it is.

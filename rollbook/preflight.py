@@ -4,6 +4,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from activities.chat import Chat
+from activities.play import rehearse
 from domain import sources
 from domain.config import RunConfig
 from domain.errors import ConfigError
@@ -26,13 +28,15 @@ def check(config: RunConfig) -> Plan:
     Raises:
         ConfigError: names the thing, the value and the remedy.
     """
-    sources.load(config)
+    source = sources.load(config)
     stream = datasets.open_stream(config)
     if not stream.batch(0):
         raise ConfigError(f"tasks.dataset = {config.tasks.dataset!r} holds no task")
     with tempfile.TemporaryDirectory() as scratch:
         folder = folders.source_folder(config, Path(scratch))
         folders.description_files(folder, config.model.dtype)
+        chat = Chat.open(folder, renderer=config.model.renderer)
+        rehearse(source, stream.batch(0), config=config, chat=chat)
     if config.evaluation is not None:
         datasets.read_tasks(config.evaluation.dataset, root=Path(config.root))
     return Plan(tasks=len(stream.tasks), batches=stream.batches)

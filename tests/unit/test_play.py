@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from activities.chat import Chat
-from activities.play import play
+from activities.play import play, rehearse
 from activities.turns import ANSWER_NOW
+from domain.chains import merge
 from domain.config import RunConfig, TinyModel
 from domain.environments import (
     Env,
@@ -23,6 +24,7 @@ from domain.environments import (
 )
 from domain.errors import (
     AgentError,
+    ConfigError,
     EngineRefused,
     Fenced,
     InfrastructureError,
@@ -309,6 +311,27 @@ async def test_tool_calls_are_run_and_answered(chat: Chat) -> None:
     assert text(chat, delta) == "[tool]5[assistant]"
 
 
+async def test_what_tools_say_is_context_and_never_trained(chat: Chat) -> None:
+    @tool
+    async def dump() -> str:
+        """Print much."""
+        return "x" * 2000
+
+    class Dumper(Adder):
+        tools = (dump,)
+
+    recorder = Scripted(chat, call("dump"), "5")
+    await play(Dumper(), TASK, recorder, config=config(), chat=chat)
+    (chain,) = merge(recorder.segments)
+    assert sum(span.stop - span.start for span in chain.spans) == sum(
+        len(s.sampled_ids) for s in recorder.segments
+    )
+    assert [tuple(chain.ids[s.start : s.stop]) for s in chain.spans] == [
+        s.sampled_ids for s in recorder.segments
+    ]
+    assert len(chain) > 2000
+
+
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
@@ -465,6 +488,7 @@ async def test_rewriting_the_history_starts_a_chain(chat: Chat) -> None:
     assert text(chat, recorder.segments[1].prompt_ids).endswith("[user]summary[assistant]")
     assert "abc" not in text(chat, recorder.segments[1].prompt_ids)
     assert outcome.metrics["chains_rewritten"] == 1
+    assert len(merge(recorder.segments)) == 2
 
 
 async def test_an_environment_may_cap_the_next_turn(chat: Chat) -> None:
@@ -813,3 +837,20 @@ async def test_rollouts_of_one_environment_do_not_share_what_reset_assigns(chat:
         *(play(env, TASK, Scripted(chat, *REPLIES), config=config(), chat=chat) for _ in range(3))
     )
     assert [o.reward for o in outcomes] == [Reward(25.0)] * 3
+
+
+def test_what_would_fail_every_rollout_is_refused_before_the_run(chat: Chat) -> None:
+    source = PromptSource(lambda a, t: 1.0)
+    rehearse(source, [TASK], config=config(), chat=chat)
+    rehearse(Adder(), [TASK], config=config(), chat=chat)
+    with pytest.raises(ConfigError, match=r"task 't': .*cannot encode"):
+        rehearse(source, [Task("t", {"prompt": "\u00fc"})], config=config(), chat=chat)
+    with pytest.raises(ConfigError, match=r"task 't': .*needs rows with"):
+        rehearse(source, [Task("t", {"text": "x"})], config=config(), chat=chat)
+    with pytest.raises(ConfigError, match="prompt of 56 tokens, which leaves no room"):
+        rehearse(
+            source,
+            [Task("t", {"prompt": "x" * 39})],
+            config=config(max_context_tokens=56),
+            chat=chat,
+        )
