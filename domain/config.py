@@ -439,6 +439,13 @@ def _conflicts(c: RunConfig) -> list[tuple[bool, str]]:
             "be 1",
         ),
         (
+            c.budget.final_answer_reserve
+            >= min(c.budget.max_generated_tokens, c.max_context_tokens),
+            f"budget.final_answer_reserve = {c.budget.final_answer_reserve} leaves nothing of "
+            f"max_generated_tokens = {c.budget.max_generated_tokens} or of the context of "
+            f"{c.max_context_tokens} for the turns before the answer",
+        ),
+        (
             c.max_context_tokens > t.width,
             f"budget.max_context_tokens = {c.max_context_tokens} exceeds trainer.width = "
             f"{t.width}: a rollout would not fit into a row",

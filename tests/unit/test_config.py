@@ -60,6 +60,10 @@ def test_the_minimal_configuration_has_the_documented_defaults() -> None:
         ({"trainer": {"exact": "order"}, "checkpoint": {"every": 2}}, "checkpoint.every must be 1"),
         ({"trainer": {"truncation_by_cause": {"turn": "mask"}}}, r"no cause \['turn'\]"),
         ({"budget": {"max_context_tokens": 65}, "trainer": {"width": 64}}, "exceeds trainer.width"),
+        (
+            {"budget": {"max_generated_tokens": 50, "final_answer_reserve": 50}},
+            "reserve = 50 leaves",
+        ),
         ({"model": {"tiny": {}}}, "exactly one of model.path"),
     ],
 )
