@@ -25,6 +25,9 @@ from domain.tools import Message
 _MARKER = "rollbook-assistant-turn"
 _PROBE = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARKER}]
 
+_LONGEST_TOKENS = 8
+"""Characters that are read for each token of very long text that is kept."""
+
 Schemas = Sequence[Mapping[str, Any]]
 
 
@@ -108,14 +111,28 @@ class Chat(ABC):
         return list(self._encoding(text).ids)
 
     def elide(self, text: str, keep: int) -> tuple[str, int]:
-        """`text` cut in the middle to about `keep` tokens, and how many were left out."""
-        offsets = self._encoding(text).offsets
-        if len(offsets) <= keep:
-            return text, 0
+        """`text` cut in the middle to about `keep` tokens, and how many were left out.
+
+        Of a very long text only both ends are encoded, since encoding holds up everything else in
+        the process (2 MB take seconds); the tokens left out are then estimated from their share.
+        """
+        window = _LONGEST_TOKENS * keep
+        if len(text) <= 2 * window:
+            offsets = self._encoding(text).offsets
+            if len(offsets) <= keep:
+                return text, 0
+            first = last = offsets
+            base = 0
+        else:
+            base = len(text) - window
+            first, last = self._encoding(text[:window]).offsets, self._encoding(text[base:]).offsets
         head, tail = keep - keep // 2, keep // 2
-        left_out = len(offsets) - keep
-        begin = offsets[head - 1][1]
-        end = offsets[len(offsets) - tail][0] if tail else len(text)
+        begin = first[:head][-1][1] if first else 0
+        end = base + last[-tail:][0][0] if tail and last else len(text)
+        if base:
+            left_out = round((end - begin) * (len(first) + len(last)) / (2 * window))
+        else:
+            left_out = len(first) - keep
         return f"{text[:begin]}\n[.. {left_out} tokens left out ..]\n{text[end:]}", left_out
 
     def _encoding(self, text: str) -> Encoding:

@@ -343,6 +343,8 @@ def test_elision_keeps_both_ends(chatml: Chat) -> None:
     text, left_out = chatml.elide("a" * 50 + "b" * 50, 10)
     assert (text, left_out) == ("aaaaa\n[.. 90 tokens left out ..]\nbbbbb", 90)
     assert chatml.elide("short", 10) == ("short", 0)
+    text, left_out = chatml.elide("a" * 500_000 + "b" * 500_000, 10)
+    assert (text, left_out) == ("aaaaa\n[.. 999990 tokens left out ..]\nbbbbb", 999_990)
     assert chatml.elide("xyz", 1) == ("x\n[.. 2 tokens left out ..]\n", 2)
 
 
