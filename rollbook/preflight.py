@@ -35,6 +35,7 @@ def check(config: RunConfig) -> Plan:
     with tempfile.TemporaryDirectory() as scratch:
         folder = folders.source_folder(config, Path(scratch))
         folders.description_files(folder, config.model.dtype)
+        folders.check_context(folder, config)
         chat = Chat.open(folder, renderer=config.model.renderer)
         rehearse(source, stream.batch(0), config=config, chat=chat)
     if config.evaluation is not None:

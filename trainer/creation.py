@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from domain import failpoints
 from domain.config import RunConfig
-from domain.errors import ConfigError, DigestMismatch, LedgerError, ObjectMissing
+from domain.errors import DigestMismatch, LedgerError, ObjectMissing
 from storage import checkpoints, manifests, runs
 from storage.checkpoints import CheckpointRow
 from storage.database import Ledger, Tx
@@ -27,7 +27,7 @@ from storage.runs import Run
 from trainer import checkpoint, determinism, folders, publishing
 from trainer.checkpoint import State
 from trainer.determinism import World
-from trainer.model import Policy, longest_context
+from trainer.model import Policy
 from trainer.optimizer import Optimizer
 from trainer.update import Learner
 from trainer.waiting import Waits
@@ -65,7 +65,7 @@ class Workshop:
         )
         drawn = config.model.tiny is not None or config.model.initial == "random"
         policy = (Policy.build if drawn else Policy.pretrained)(source, config, device)
-        _check_context(source, config)
+        folders.check_context(source, config)
         policy.check_packing()
         optimizer = Optimizer(policy.parameters(), config.trainer)
         determinism.seed_step(config.seed, 0)
@@ -205,13 +205,4 @@ class Workshop:
                 model=world["model_manifest"],
                 probe=probed,
             )
-        )
-
-
-def _check_context(folder: Path, config: RunConfig) -> None:
-    bound = longest_context(folder)
-    if bound is not None and config.max_context_tokens > bound:
-        raise ConfigError(
-            f"budget.max_context_tokens = {config.max_context_tokens} (default: trainer.width) "
-            f"exceeds the {bound} positions of the model; set it to {bound} or less"
         )

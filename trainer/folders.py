@@ -124,6 +124,28 @@ def files_digest(files: dict[str, bytes]) -> str:
     return digest.hexdigest()
 
 
+def longest_context(folder: Path) -> int | None:
+    """Positions the architecture was made for, from config.json; None when it names no bound."""
+    described = json.loads((folder / "config.json").read_text())
+    described = described.get("text_config") or described
+    bound = described.get("max_position_embeddings") or described.get("n_positions")
+    return None if bound is None else int(bound)
+
+
+def check_context(folder: Path, config: RunConfig) -> None:
+    """Refuse contexts beyond the positions of the model.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    bound = longest_context(folder)
+    if bound is not None and config.max_context_tokens > bound:
+        raise ConfigError(
+            f"budget.max_context_tokens = {config.max_context_tokens} (default: trainer.width) "
+            f"exceeds the {bound} positions of the model; set it to {bound} or less"
+        )
+
+
 def _json(value: object) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 

@@ -10,7 +10,6 @@ Notable choices:
 - Dropout is off everywhere: the proximal and the current policy are the same function of weights.
 """
 
-import json
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -207,11 +206,3 @@ def _described(folder: Path) -> Any:
     # the pad token is often the end-of-text token that the policy must learn to sample.
     described.get_text_config().pad_token_id = None
     return described
-
-
-def longest_context(folder: Path) -> int | None:
-    """Positions the architecture was made for, from config.json; None when it names no bound."""
-    described = json.loads((folder / "config.json").read_text())
-    described = described.get("text_config") or described
-    bound = described.get("max_position_embeddings") or described.get("n_positions")
-    return None if bound is None else int(bound)
