@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
-WIDTH = 8
+WIDTH = 4
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ from engine.sampling import Settings, draw
 from engine.slots import Slots
 
 PREFILL_TOKENS = 512
+GATHER_S = 0.005
+"""While others decode, a new request waits so long for more to be prefilled together with."""
 
 
 class Batch:
@@ -96,7 +98,7 @@ class Batch:
         return [s.request for s in failed]
 
     def _prefill(self) -> list[Request]:
-        if self._decoding == len(self._rows):
+        if self._decoding == len(self._rows) and self._due():
             self._start()
         rows = self._rows[self._decoding :]
         if not rows:
@@ -120,6 +122,14 @@ class Batch:
             self._retain(row)
         params = [s.request.params for s in rows]
         return self._sample(first, logits_BKV[torch.arange(len(rows)), of_B], Settings.of(params))
+
+    def _due(self) -> bool:
+        """Whether prefill is worth a step: requests of a group arrive one by one."""
+        if not self._queue:
+            return False
+        return not self._decoding or (
+            time.monotonic() - self._queue[0].request.arrived >= GATHER_S
+        )
 
     def _start(self) -> None:
         """Give slots to queued requests: as many as one piece of prefill can take whole."""
