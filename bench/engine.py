@@ -28,13 +28,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from activities.inference import EngineClient, SamplingParams
 from engine.main import make_server
 from engine.scheduler import Scheduler
-from engine.weights import Fetched
+from engine.weights import Fetched, weights_digest
 
 BATCHES = (1, 8, 32)
 PROMPT = 16
 REPEATS = 5
 WAVES = 3
-POLICY, SHA = "bench@1", "0" * 64
+POLICY = "bench@1"
 
 
 class Folder:
@@ -128,7 +128,7 @@ async def compare(url: str, pid: int, model: torch.nn.Module, tokens: int) -> No
     """Print the table."""
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     client = EngineClient()
-    await client.load(url, POLICY, "bench", SHA)
+    await client.load(url, POLICY, "bench", weights_digest(dict(model.named_parameters())))
     print("       tokens per second               tokens per CPU second")
     print("batch    generate     engine  ratio    generate     engine  ratio")
     for batch in BATCHES:

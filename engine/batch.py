@@ -127,9 +127,7 @@ class Batch:
         """Whether prefill is worth a step: requests of a group arrive one by one."""
         if not self._queue:
             return False
-        return not self._decoding or (
-            time.monotonic() - self._queue[0].request.arrived >= GATHER_S
-        )
+        return not self._decoding or (time.monotonic() - self._queue[0].request.arrived >= GATHER_S)
 
     def _start(self) -> None:
         """Give slots to queued requests: as many as one piece of prefill can take whole."""

@@ -1,11 +1,12 @@
 """From a manifest in the object store to a policy that may be served.
 
-    fetch ─▶ digests (storage.manifests) ─▶ names, shapes, types ─▶ model ─▶ probe ─▶ cached generation
+    fetch ─▶ file digests ─▶ weights digest ─▶ names, shapes, types ─▶ model ─▶ probe ─▶ self-check
 
 A policy is refused at the first doubt: weights that load without an error may still be the wrong
 ones, and a run that trains on their samples cannot tell.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,9 @@ class Loader:
         finally:
             shutil.rmtree(fetched.weights, ignore_errors=True)
         _check_promise(name, tensors, fetched.tensors)
+        found = weights_digest(tensors)
+        if found != sha256:
+            raise BadWeights(f"policy {name}: its tensors have digest {found}, not {sha256}")
         policy = build(name, sha256, fetched.model, tensors)
         if fetched.probe is not None:
             check_probe(policy, fetched.probe)
@@ -87,6 +91,21 @@ class Loader:
             check_cached_generation(policy)
             self._checked.add(architecture)
         return policy
+
+
+def weights_digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, types, shapes and bytes in name order, as the trainer computes it.
+
+    The files' own digests are in the manifest, which only names the weights' digest: this ties the
+    numbers in memory to the name in the ledger.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        kind = str(tensor.dtype).removeprefix("torch.")
+        digest.update(f"{name}\0{kind}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def build(name: str, sha256: str, folder: Path, tensors: Mapping[str, Tensor]) -> Policy:

@@ -28,7 +28,7 @@ from activities.inference import EngineClient, Health, SamplingParams
 from domain.errors import ObjectMissing
 from engine.main import make_server
 from engine.scheduler import Scheduler
-from engine.weights import Fetched
+from engine.weights import Fetched, weights_digest
 
 GPT2 = GPT2Config(
     vocab_size=24, n_positions=128, n_embd=32, n_layer=2, n_head=4, bos_token_id=None,
@@ -62,6 +62,10 @@ class Weights:
         model.eval()
         tensors = {n: p.detach().clone() for n, p in model.named_parameters()}
         return cls(config, model, tensors)
+
+    @property
+    def sha256(self) -> str:
+        return weights_digest(self.tensors)
 
     @torch.no_grad()
     def logprobs(self, ids: list[int], temperature: float = 1.0) -> Tensor:
@@ -108,13 +112,10 @@ class Running:
     store: FolderStore
     scheduler: Scheduler
 
-    async def serve(self, client: EngineClient, policy: str, weights: Weights) -> None:
+    async def serve(self, client: EngineClient, policy: str, weights: Weights) -> int:
+        """Load weights as they are now under this name; the engine's incarnation."""
         self.store.sets[policy] = weights
-        await client.load(self.url, policy, policy, digest_of(policy))
-
-
-def digest_of(policy: str) -> str:
-    return policy.encode().hex().ljust(64, "0")
+        return await client.load(self.url, policy, policy, weights.sha256)
 
 
 def sampling(**changes: Any) -> SamplingParams:

@@ -19,7 +19,7 @@ from storage import manifests
 from storage.objects import ObjectStore, digest
 from tests.integration.engine.lab import GPT2, Weights, sampling
 
-SHA = "ab" * 32
+MODEL_SHA = "ab" * 32
 
 
 @pytest.fixture
@@ -53,15 +53,15 @@ def publish(store: ObjectStore, run: str, weights: Weights, tmp_path: Path) -> s
     weights.config.save_pretrained(tmp_path / "model")
     config = (tmp_path / "model" / "config.json").read_bytes()
     model = manifests.upload(
-        store, f"models/{run}", {"config.json": config}, kind="model", sha256=SHA
+        store, f"models/{run}", {"config.json": config}, kind="model", sha256=MODEL_SHA
     )
     ids = [[1, 2, 3, 4]]
     stored = manifests.upload(
         store,
-        f"weights/{run}/1/{SHA}",
+        f"weights/{run}/1/{weights.sha256}",
         {"shard-0.safetensors": save(weights.tensors)},
         kind="weights",
-        sha256=SHA,
+        sha256=weights.sha256,
         tensors={
             name: {"dtype": "float32", "shape": list(t.shape), "file": "shard-0.safetensors"}
             for name, t in weights.tensors.items()
@@ -86,9 +86,15 @@ async def test_a_published_version_is_served_exactly(
 ) -> None:
     weights = Weights.random(GPT2, 1)
     manifest = publish(store, "exact", weights, tmp_path)
-    assert await client.load(url, "exact@1", manifest, SHA) > 0
+    assert await client.load(url, "exact@1", manifest, weights.sha256) > 0
     answer = await client.generate(
-        url, "exact@1", [1, 2, 3], sampling(), request_id="x", salt="s", weights_sha256=SHA
+        url,
+        "exact@1",
+        [1, 2, 3],
+        sampling(),
+        request_id="x",
+        salt="s",
+        weights_sha256=weights.sha256,
     )
     found = torch.tensor(answer.logprobs)
     assert (found - weights.of([1, 2, 3], answer.sampled_ids)).abs().max() < 1e-4
@@ -98,7 +104,8 @@ async def test_a_published_version_is_served_exactly(
 async def test_tampered_bytes_never_serve(
     url: str, store: ObjectStore, client: EngineClient, tmp_path: Path
 ) -> None:
-    manifest = publish(store, "tampered", Weights.random(GPT2, 1), tmp_path)
+    weights = Weights.random(GPT2, 1)
+    manifest = publish(store, "tampered", weights, tmp_path)
     shard = manifest.replace("manifest.json", "shard-0.safetensors")
     content = bytearray(store.get(shard))
     content[-3] ^= 1
@@ -107,7 +114,7 @@ async def test_tampered_bytes_never_serve(
     tampered.write_bytes(content)
     store.put_new(shard, tampered, sha256=digest(tampered))
     with pytest.raises(EngineRefused, match=r"422.*sha256"):
-        await client.load(url, "tampered@1", manifest, SHA)
+        await client.load(url, "tampered@1", manifest, weights.sha256)
     with pytest.raises(EngineRefused, match=r"422.*was promised"):
         await client.load(url, "tampered@1", manifest, "cd" * 32)
     assert (await client.health(url)).policies == {}
@@ -116,7 +123,8 @@ async def test_tampered_bytes_never_serve(
 async def test_an_upload_without_its_manifest_is_not_there(
     url: str, store: ObjectStore, client: EngineClient, tmp_path: Path
 ) -> None:
-    manifest = publish(store, "half", Weights.random(GPT2, 1), tmp_path)
+    weights = Weights.random(GPT2, 1)
+    manifest = publish(store, "half", weights, tmp_path)
     store.delete([manifest])
     with pytest.raises(EngineUnavailable, match=r"502.*half"):
-        await client.load(url, "half@1", manifest, SHA)
+        await client.load(url, "half@1", manifest, weights.sha256)

@@ -11,17 +11,18 @@ import torch
 
 from activities.inference import EngineClient, Generated
 from domain.errors import EngineRefused, EngineUnavailable, WrongVersion
+from engine.weights import weights_digest
 from tests.integration.engine.lab import (
     GPT2,
     QWEN3,
     Running,
     Weights,
-    digest_of,
     idle,
     reach,
     running_engine,
     sampling,
 )
+from trainer.model import weights_digest as trainer_digest
 
 LONG = type(QWEN3)(**(QWEN3.to_dict() | {"max_position_embeddings": 100_000}))
 
@@ -129,7 +130,9 @@ async def test_a_full_queue_is_said_so_and_waiting_requests_can_be_aborted(
 ) -> None:
     with running_engine(tmp_path, max_batch=2, max_waiting=3) as engine:
         await engine.serve(client, "r@1", Weights.random(LONG, 1))
-        pending = [start(client, engine, f"a{n}") for n in range(5)]
+        pending = [start(client, engine, f"a{n}") for n in range(2)]
+        await running(client, engine, 2)
+        pending += [start(client, engine, f"a{n}") for n in range(2, 5)]
         full = await reach(client, engine.url, lambda health: health.waiting == 3)
         assert full.running == 2
         with pytest.raises(EngineUnavailable, match=r"429.*5 requests are unanswered"):
@@ -233,11 +236,12 @@ async def test_broken_numbers_are_an_error_that_names_the_policy(
 async def test_loading_is_idempotent_and_a_name_is_used_once(
     engine: Running, client: EngineClient
 ) -> None:
-    await engine.serve(client, "r@1", Weights.random(GPT2, 1))
-    incarnation = await client.load(engine.url, "r@1", "r@1", digest_of("r@1"))
+    weights = Weights.random(GPT2, 1)
+    await engine.serve(client, "r@1", weights)
+    incarnation = await engine.serve(client, "r@1", weights)
     health = await client.health(engine.url)
-    assert (health.incarnation, health.policies) == (incarnation, {"r@1": digest_of("r@1")})
-    other = digest_of("other")
+    assert (health.incarnation, health.policies) == (incarnation, {"r@1": weights.sha256})
+    other = "0" * 64
     for _ in range(2):
         with pytest.raises(EngineRefused, match=f"409.*stands for weights.*{other}"):
             await client.load(engine.url, "r@1", "r@1", other)
@@ -260,11 +264,11 @@ async def test_slots_are_bounded_and_a_full_engine_says_who_holds_them(
         with pytest.raises(EngineRefused, match="404"):
             await start(client, engine, "b")
         with pytest.raises(EngineUnavailable, match=r"507.*1 requests left"):
-            await client.load(engine.url, "r@3", "r@3", digest_of("r@3"))
+            await engine.serve(client, "r@3", Weights.random(LONG, 3))
         await client.abort(engine.url, "a")
         assert (await pending).spans[0][0] == 1  # it ran on its own weights to its end
         await idle(client, engine.url)
-        await client.load(engine.url, "r@3", "r@3", digest_of("r@3"))
+        await engine.serve(client, "r@3", Weights.random(LONG, 3))
 
 
 def missing(w: Weights) -> None:
@@ -313,11 +317,22 @@ async def test_weights_that_are_not_what_was_promised_never_serve(
     assert list((await client.health(engine.url)).policies) == ["r@1"]
 
 
+async def test_weights_of_another_digest_never_serve(engine: Running, client: EngineClient) -> None:
+    engine.store.sets["r@1"] = Weights.random(GPT2, 1)
+    with pytest.raises(EngineRefused, match=r"422.*its tensors have digest"):
+        await client.load(engine.url, "r@1", "r@1", Weights.random(GPT2, 2).sha256)
+
+
+def test_the_engine_digests_weights_as_the_trainer_does() -> None:
+    tensors = Weights.random(GPT2, 1).tensors | {"b": torch.arange(6).view(2, 3).t()}
+    assert weights_digest(tensors) == trainer_digest(tensors).hex()
+
+
 async def test_an_absent_manifest_is_an_outage_of_the_store(
     engine: Running, client: EngineClient
 ) -> None:
     with pytest.raises(EngineUnavailable, match=r"502.*no manifest"):
-        await client.load(engine.url, "r@1", "nowhere", digest_of("r@1"))
+        await client.load(engine.url, "r@1", "nowhere", "0" * 64)
 
 
 async def test_a_black_hole_is_noticed_while_a_request_waits(
