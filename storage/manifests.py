@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from domain import failpoints
 from domain.errors import DigestMismatch, ObjectError
 from storage.objects import ObjectStore, digest
 
@@ -137,7 +138,8 @@ def upload(
             ),
             files,
         ):
-            pass
+            if kind == "checkpoint":
+                failpoints.reach("ck_part")
     key, content = f"{prefix}/{NAME}", manifest.encode()
     own = hashlib.sha256(content).hexdigest()
     try:

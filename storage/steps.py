@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
-from domain import planning
+from domain import failpoints, planning
 from domain.errors import LedgerError, ReplayDiverged, RunStopped
 from domain.planning import Cut, Ready, Running
 from storage import cancelling, candidates, exhaustion, reopen, runs
@@ -170,8 +170,9 @@ def apply(
         (updated, len(groups), cause, weights_sha256, digest, jsonb(metrics), epoch, run, step),
     )
     tx.execute(
-        "UPDATE step_shares SET record = %s WHERE run_id = %s AND step = %s AND share = 0",
-        (jsonb(record), run, step),
+        "UPDATE step_shares SET record = %s, waited_s = %s "
+        "WHERE run_id = %s AND step = %s AND share = 0",
+        (jsonb(record), record.get("waited"), run, step),
     )
     version = owner.version + updated
     tx.execute(
@@ -243,6 +244,8 @@ def _send_back_stale(tx: Tx, run: Run, share: int) -> None:
     ).fetchall()
     for row in rows:
         reopen.reopen(tx, run.id, row["group_id"], row["gen"], cause="stale")
+    if rows:
+        failpoints.reach("plan_reopen")
 
 
 def _decide(run: Run, seen: Candidates) -> planning.Decision:

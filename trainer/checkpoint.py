@@ -149,8 +149,11 @@ def load(
                 f"checkpoint {prefix!r}: the weights do not have the digest {manifest.sha256} that "
                 "its manifest states"
             )
-        policy.load(weights)
-        optimizer.restore(load_file(folder / OPTIMIZER))
+        try:
+            policy.load(weights)
+            optimizer.restore(load_file(folder / OPTIMIZER))
+        except ValueError as error:
+            raise DigestMismatch(f"checkpoint {prefix!r}: {error}") from error
         determinism.restore_generators(state["generators"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ Hand-over belongs to every poll, not to every step: a group that ends without a 
 place at once, and the run would otherwise hang with too few groups.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from storage.database import Ledger, Tx
 from storage.steps import Planned
 from storage.tasks import HandedOver
 from trainer.waiting import Kind, Waits
+
+IDLE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,19 @@ class Consumer:
         for batch in range(int(position["batch"]), drawn):
             self._register(batch)
 
-    def next_plan(self, step: int) -> Planned | End:
+    def next_plan(self, step: int, *, idle: Callable[[], None] = lambda: None) -> Planned | End:
         """Hand over and plan until the step has its groups.
+
+        Args:
+            step: the next step.
+            idle: called once in a long wait, when time costs nothing.
 
         Raises:
             Stopped: the process was asked to stop meanwhile.
             Fenced: another trainer has taken over.
             RunStopped, SourceBroken: the run was ended from outside.
         """
+        idled = False
         while True:
             self.waits.check()
             self.hand_over()
@@ -72,7 +80,9 @@ class Consumer:
                 self.waits.over()
                 return End(answer.reason)
             kind: Kind = "hold" if answer.kind == "hold" else "groups"
-            self.waits.pause(kind, answer.reason)
+            if self.waits.pause(kind, answer.reason) > IDLE_S and not idled:
+                idled = True
+                idle()
 
     def hand_over(self) -> None:
         """Register what is needed and submit what may be."""

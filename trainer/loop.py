@@ -25,7 +25,7 @@ from typing import Literal
 
 from domain import failpoints
 from domain.config import Services
-from domain.errors import Fenced, RollbookError, RunHeld
+from domain.errors import ConfigError, Fenced, RollbookError, RunHeld
 from storage import checkpoints, datasets, records, runs, steps, versions
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore
@@ -34,6 +34,7 @@ from storage.steps import Planned
 from trainer import checkpoint, determinism
 from trainer.consumer import Consumer, End
 from trainer.creation import Workshop
+from trainer.drift import DriftGuard
 from trainer.lease import LEASE_S, Lease
 from trainer.model import weights_digest
 from trainer.publishing import Publisher
@@ -102,6 +103,11 @@ def _train(workshop: Workshop) -> str:
     found = workshop.ledger.call(runs.read, workshop.run)
     if found.state == "finished":
         return found.state
+    if found.shares != 1:
+        raise ConfigError(
+            f"run {found.id} has {found.shares} shares; this trainer is one process and trains "
+            "one share: create the run with shares = 1"
+        )
     stream = datasets.open_stream(found.config)
     try:
         if found.state == "creating":
@@ -136,6 +142,7 @@ class Session:
         w, config = self.workshop, self.learner.config
         self.found = self._read()
         self.saved = self.step
+        self.guard = DriftGuard(config.model.dtype)
         self.publisher = Publisher(
             w.ledger,
             w.store,
@@ -182,7 +189,7 @@ class Session:
         while True:
             self.workshop.waits.check()
             self.publisher.publish_if_due(self.version, first=self.version == first)
-            plan = self.consumer.next_plan(self.step)
+            plan = self.consumer.next_plan(self.step, idle=self.checkpoint)
             if isinstance(plan, End):
                 log.info("run %s ends: %s", self.workshop.run, plan.reason)
                 self.checkpoint()
@@ -191,6 +198,7 @@ class Session:
             self._apply(plan, outcome)
             self._advance(outcome)
             self._checkpoint_if_due()
+            self._watch(outcome)
 
     def checkpoint(self) -> None:
         """Make the present step durable."""
@@ -236,6 +244,20 @@ class Session:
     def _checkpoint_if_due(self) -> None:
         if self.step - self.saved >= self.learner.config.checkpoint.every:
             self.checkpoint()
+
+    def _watch(self, outcome: Outcome) -> None:
+        """Pause the run when the engines drift away from the trainer."""
+        alarm = self.guard.alarm(outcome.metrics)
+        if alarm is None:
+            return
+        w = self.workshop
+        log.error("run %s is paused: %s; `rollbook resume %s` goes on", w.run, alarm, w.run)
+
+        def pause(tx: Tx) -> None:
+            if runs.lock(tx, w.run).state == "running":
+                runs.pause(tx, w.run)
+
+        w.ledger.call(pause)
 
     def _compute(self, plan: Planned) -> Outcome:
         """The step's effect on the weights: a function of its plan and the weights before it."""
@@ -352,14 +374,17 @@ def _close(
 
 
 def _tell(plan: Planned, outcome: Outcome, waited: dict[str, float]) -> None:
-    metrics = outcome.metrics
+    figures = [
+        f"{name} {outcome.metrics[name]:.4g}"
+        for name in ("reward/mean", "loss", "grad_norm")
+        if name in outcome.metrics
+    ]
+    effect = "updated" if outcome.updated else f"no update ({outcome.cause})"
     log.info(
-        "step %d: %d groups, reward %.3f, loss %.4g, %s, waited %.2f s",
+        "step %d: %s",
         plan.step,
-        len(plan.rows),
-        metrics.get("reward/mean", float("nan")),
-        metrics.get("loss", float("nan")),
-        "updated" if outcome.updated else f"no update ({outcome.cause})",
-        sum(waited.values()),
+        ", ".join(
+            [f"{len(plan.rows)} groups", *figures, effect, f"waited {sum(waited.values()):.2f} s"]
+        ),
         extra={"action": "step", "step": plan.step, "cause": outcome.cause},
     )

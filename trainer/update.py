@@ -17,6 +17,7 @@ from torch import Tensor
 
 from domain import failpoints
 from domain.config import RunConfig
+from domain.errors import LedgerError
 from domain.rollouts import Rollout
 from trainer import metrics as figures
 from trainer.logprobs import Scores
@@ -81,12 +82,18 @@ class Learner:
             version: policy version before the step.
             latencies: for the figures (`trainer.metrics`), as the next.
             cancelled_tokens: sampled ids of the rollouts cancelled in these groups' favour.
+
+        Raises:
+            LedgerError: a rollout that cannot be packed, scored or be this old; it is named.
         """
         if not groups:
             return Outcome(updated=False, cause="empty")
         started = time.monotonic()
         rollouts = [rollout for group in groups for rollout in group]
-        packed = self._pack(rollouts, version)
+        try:
+            packed = self._pack(rollouts, version)
+        except ValueError as error:
+            raise LedgerError(f"the rollouts of this step cannot be trained: {error}") from error
         told = figures.of_batch(
             rollouts,
             packed,
@@ -163,7 +170,7 @@ class Learner:
         if updates:
             failpoints.reach("optimizer")
         metrics = pool_metrics(told) if told else {}
-        metrics |= self._mismatch(parts, proximal)
+        metrics |= self._mismatch(parts, proximal, version)
         metrics |= {
             "lr": rate,
             "grad_norm": max(norms, default=0.0),
@@ -239,23 +246,32 @@ class Learner:
         return None
 
     def _mismatch(
-        self, parts: Sequence[Sequence[_Micro]], proximal: Sequence[Sequence[Scores]]
+        self,
+        parts: Sequence[Sequence[_Micro]],
+        proximal: Sequence[Sequence[Scores]],
+        version: int,
     ) -> dict[str, float]:
-        """Behaviour against the proximal policy, and its entropy, over the tokens of the step."""
-        drifts, entropies = [], []
+        """Behaviour against the proximal policy, and its entropy, over the tokens of the step.
+
+        `drift/…` are the tokens that the very weights now scored had sampled: there trainer and
+        engine must agree.
+        """
+        drifts, entropies, same = [], [], []
         for part, before in zip(parts, proximal, strict=True):
             for m, scores in zip(part, before, strict=True):
                 mask = m["response_mask"]
                 drifts.append(log_ratio(scores.log_probs, m["behavior_logprobs"])[mask])
+                same.append((m["versions"] == version)[mask])
                 if scores.entropy is not None:
                     entropies.append(scores.entropy[mask])
-        drift = torch.cat(drifts)
-        told = mismatch(
-            drift, torch.ones_like(drift, dtype=torch.bool), self.config.trainer.importance
-        )
-        return {n: float(v) for n, v in told.items()} | {
-            "entropy": float(torch.cat(entropies).mean())
-        }
+        drift, on_policy = torch.cat(drifts), torch.cat(same)
+        everywhere = torch.ones_like(on_policy)
+        told = mismatch(drift, everywhere, self.config.trainer.importance)
+        told["entropy"] = torch.cat(entropies).mean()
+        if bool(on_policy.any()):
+            told["drift/mean"] = drift[on_policy].abs().mean()
+            told["drift/tokens"] = on_policy.sum()
+        return {name: float(value) for name, value in told.items()}
 
     @torch.no_grad()
     def _score_frozen(self, policy: Policy, m: _Micro, *, entropy: bool = False) -> Scores:
