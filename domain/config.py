@@ -195,7 +195,7 @@ class Trainer(Section):
     kl: Literal["k1", "k2", "k3"] = "k3"
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     support_capacity: Positive | None = None
-    """Kept ids a packed row may hold; filtered sampling needs it."""
+    """Kept ids a packed row may hold; filtered sampling needs `top_k * width`."""
     overlong_from: Positive | None = None
     """Soft overlong penalty: rewards fall linearly from this many sampled tokens on ..."""
     overlong_to: Positive | None = None
@@ -451,9 +451,15 @@ def _conflicts(c: RunConfig) -> list[tuple[bool, str]]:
             f"{t.width}: a rollout would not fit into a row",
         ),
         (
-            c.sampling.filtered and t.support_capacity is None,
-            "filtered sampling (top_p, top_k, min_p) needs trainer.support_capacity, so that the "
-            "trainer scores tokens on the set they were drawn from",
+            c.sampling.filtered and c.sampling.top_k < 1,
+            "filtered sampling (top_p, min_p) needs sampling.top_k too, which bounds the ids kept "
+            "per token: without it no row has room for certain",
+        ),
+        (
+            c.sampling.filtered and (t.support_capacity or 0) < c.sampling.top_k * t.width,
+            f"filtered sampling needs trainer.support_capacity >= top_k * width = "
+            f"{c.sampling.top_k * t.width} (it is {t.support_capacity}), so that the trainer scores "
+            "every token on the set it was drawn from; a row that overflowed would stop the run",
         ),
         (
             bool(bad_causes),

@@ -53,7 +53,16 @@ def test_the_minimal_configuration_has_the_documented_defaults() -> None:
         ({"groups": {"admit": 3}}, 'needs schedule.order = "dataset"'),
         ({"sampling": {"policy": "segment"}}, "could never change its version"),
         ({"sampling": {"kv_cache": {"max_staleness": 1}}}, "only the default kv_cache"),
-        ({"sampling": {"top_p": 0.9}}, "needs trainer.support_capacity"),
+        ({"sampling": {"top_p": 0.9}}, "needs sampling.top_k too"),
+        ({"sampling": {"min_p": 0.1}}, "needs sampling.top_k too"),
+        ({"sampling": {"top_k": 5}, "trainer": {"width": 64}}, r"= 320 \(it is None\)"),
+        (
+            {
+                "sampling": {"top_k": 5, "top_p": 0.9},
+                "trainer": {"width": 64, "support_capacity": 319},
+            },
+            r"support_capacity >= top_k \* width = 320 \(it is 319\)",
+        ),
         ({"trainer": {"importance": [0.5, 0.9]}}, "no band around 1"),
         ({"trainer": {"overflow": "cut"}}, 'needs overflow = "accumulate"'),
         ({"trainer": {"standardize": True}}, 'estimator "batch" only'),
@@ -70,6 +79,11 @@ def test_the_minimal_configuration_has_the_documented_defaults() -> None:
 def test_a_wrong_setting_is_named_with_its_remedy(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**tables)
+
+
+def test_filtered_sampling_with_room_for_every_kept_id_is_accepted() -> None:
+    room = {"width": 64, "support_capacity": 320}
+    assert config(sampling={"top_k": 5, "top_p": 0.9}, trainer=room).sampling.filtered
 
 
 @pytest.mark.parametrize(
