@@ -82,11 +82,23 @@ class Policy:
         types = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
         if window is None or types == {"full_attention"}:
-            return full_B1QC
+            return self._additive(full_B1QC)
         near_B1QC: Tensor = full_B1QC & (column_C > at_BQ[..., None] - window)[:, None]
         if types == LAYER_TYPES:
-            return {"full_attention": full_B1QC, "sliding_attention": near_B1QC}
-        return near_B1QC
+            return {
+                "full_attention": self._additive(full_B1QC),
+                "sliding_attention": self._additive(near_B1QC),
+            }
+        return self._additive(near_B1QC)
+
+    def _additive(self, seen_B1QC: Tensor) -> Tensor:
+        """As the attention wants it: eager attention adds the mask, so True would let all through."""
+        if self.model.config._attn_implementation != "eager":
+            return seen_B1QC
+        dtype = self.shape.dtype
+        return torch.zeros_like(seen_B1QC, dtype=dtype).masked_fill_(
+            ~seen_B1QC, torch.finfo(dtype).min
+        )
 
 
 @torch.inference_mode()
@@ -104,7 +116,12 @@ def kv_shape(model: Any) -> KVShape:
             "engine cannot batch; serve it with vLLM"
         )
     cache = DynamicCache()
-    model(torch.tensor([[0]]), past_key_values=cache, use_cache=True)
+    try:
+        model(torch.tensor([[0]]), past_key_values=cache, use_cache=True)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Unsupported(
+            f"{kind} does not run with a plain key-value cache ({error}); serve it with vLLM"
+        ) from error
     found = {
         (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         for layer in cache.layers

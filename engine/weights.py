@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 
 from domain.errors import DigestMismatch
 from domain.ids import policy_version
-from engine.policies import Policy, kv_shape
+from engine.policies import Policy, Unsupported, kv_shape
 from engine.selfcheck import check_cached_generation
 
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -118,10 +118,7 @@ def build(name: str, sha256: str, folder: Path, tensors: Mapping[str, Tensor]) -
     run, version = policy_version(name)
     dtype = _common_dtype(name, tensors)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with no_init_weights():
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation="sdpa"
-        )
+    model = _empty_model(config, dtype)
     model.tie_weights()
     expected: dict[str, Tensor] = model.state_dict()
     _check_tensors(name, type(model).__name__, expected, tensors)
@@ -138,6 +135,20 @@ def build(name: str, sha256: str, folder: Path, tensors: Mapping[str, Tensor]) -
         vocabulary=model.get_input_embeddings().weight.shape[0],
         positions=getattr(config, "max_position_embeddings", None) or UNBOUNDED,
     )
+
+
+def _empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The architecture with memory for weights, and torch's own attention where it has that."""
+    refusals = []
+    for attention in ("sdpa", "eager"):
+        try:
+            with no_init_weights():
+                return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    config, dtype=dtype, attn_implementation=attention
+                )
+        except ValueError as error:
+            refusals.append(str(error))
+    raise Unsupported(f"transformers cannot build {config.model_type!r}: {refusals[-1]}")
 
 
 def check_probe(policy: Policy, probe: Mapping[str, Any]) -> None:

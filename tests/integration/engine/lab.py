@@ -61,6 +61,9 @@ class Weights:
         model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         model.eval()
         tensors = {n: p.detach().clone() for n, p in model.named_parameters()}
+        parameters = {p.data_ptr() for p in model.parameters()}
+        buffers = {n: t for n, t in model.state_dict().items() if t.data_ptr() not in parameters}
+        tensors |= {n: t.clone() for n, t in buffers.items()}
         return cls(config, model, tensors)
 
     @property
