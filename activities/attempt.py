@@ -258,8 +258,8 @@ class Attempts:
 
 async def _beat(recorder: SessionRecorder) -> None:
     while True:
+        await asyncio.sleep(BEAT_S)  # first: an attempt that is over at once costs no heartbeat
         activity.heartbeat(recorder.heartbeat)
-        await asyncio.sleep(BEAT_S)
 
 
 def _answer(ended: AttemptRef, error: str) -> AttemptRef:

@@ -148,14 +148,21 @@ async def test_a_session_is_recorded_token_by_token(
         ids = [5, 6, *first.sampled_ids, 9]
         await recorder.sample(ids, max_tokens=2)
         await recorder.sample([1])
+        await beaten.wait()
         return Outcome(Status.COMPLETED, reward=0.5, metrics={"calls": 2.0})
 
     b = make()
     with_engines(b, engine.url)
     group = b.group()
     beats: list[Any] = []
+    beaten = asyncio.Event()
+
+    def on_heartbeat(*details: Any) -> None:
+        beats.append(details[0])
+        beaten.set()
+
     environment = limited(60)
-    environment.on_heartbeat = lambda *details: beats.append(details[0])
+    environment.on_heartbeat = on_heartbeat
     ref = await Worker(b, client, Session(run)).play(b.key(group, 0), environment)
     assert ref == AttemptRef(
         sample=0, attempt=0, status="completed", member=True, reward=0.5, tokens=8, turns=3
