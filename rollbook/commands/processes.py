@@ -46,7 +46,11 @@ def worker(
     services = services_for(state)
     asyncio.run(
         run_worker(
-            kind, services, environments=tuple(environment or ["default"]), concurrency=concurrency
+            kind,
+            services,
+            environments=tuple(environment or ["default"]),
+            concurrency=concurrency,
+            cache=state / "cache",
         )
     )
 

@@ -1,0 +1,270 @@
+"""The three kinds of worker process, composed here and drained on SIGTERM.
+
+    workflows   GroupWorkflow, PublishWorkflow, and the ledger steps they run locally
+    rollouts    attempts, one task queue per environment
+    ledger      engine loads, and a candidate for the steward
+
+No torch in any of them. A worker that Temporal refuses, or whose steward breaks, ends with its
+error: its supervisor starts it again. A service that is away is waited for.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import psycopg
+from temporalio.client import Client
+from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.service import RPCError
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
+
+from activities import namespace
+from domain.config import Services
+from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, rollout_queue
+from storage.database import Ledger, check_schema
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["workflows", "rollouts", "ledger"]
+
+THROTTLE = timedelta(seconds=0.5)
+"""A cancel rides on a heartbeat, so heartbeats leave at most so far apart."""
+
+GRACE = timedelta(seconds=15)
+"""After SIGTERM running activities may end by themselves for so long; below the supervisor's 20 s."""
+
+EXIT_PAUSE_S = 0.5
+"""temporalio 1.35 can crash an interpreter that exits right after a worker has shut down."""
+
+RETRY_S = 1.0
+
+
+async def run_worker(
+    kind: Kind,
+    services: Services,
+    *,
+    environments: Sequence[str] = (),
+    concurrency: int = 256,
+    cache: Path = Path(".rollbook/cache"),
+) -> None:
+    """Run one worker until SIGTERM or SIGINT, then drain it.
+
+    Args:
+        kind: which of the three.
+        services: addresses of Temporal, the ledger, S3 and the engines.
+        environments: task queues of a rollout worker, by environment name.
+        concurrency: attempts at once in a rollout worker.
+        cache: folder in which a rollout worker keeps model folders (tokenizers, no weights).
+
+    Raises:
+        SchemaMismatch: the ledger's schema is not this code's.
+        RuntimeError: a worker or the steward ended although nobody asked it to.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        async with AsyncExitStack() as stack:
+            boot = _boot(stack, kind, services, environments, concurrency, cache)
+            parts = await _unless(stopping, boot)
+            if parts is not None:
+                logger.info("%s worker %s is ready", kind, os.getpid())
+                await _serve(parts, stopping)
+    finally:
+        await asyncio.sleep(EXIT_PAUSE_S)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a process runs."""
+
+    workers: Sequence[Worker]
+    companions: Sequence[Coroutine[Any, Any, None]] = ()
+
+
+async def _boot(
+    stack: AsyncExitStack,
+    kind: Kind,
+    services: Services,
+    environments: Sequence[str],
+    concurrency: int,
+    cache: Path,
+) -> Parts:
+    """Connect, and compose the worker; what must be closed goes onto the stack."""
+    client = await connect(services)
+    ledger = await _open_ledger(services, kind)
+    stack.callback(ledger.close)
+    match kind:
+        case "workflows":
+            return Parts([workflow_worker(client, ledger)])
+        case "ledger":
+            return _ledger_parts(stack, client, ledger, services)
+        case "rollouts":
+            return _rollout_parts(stack, client, ledger, services, environments, concurrency, cache)
+
+
+async def connect(services: Services) -> Client:
+    """A client whose namespace and search attributes exist; waits for Temporal to come up."""
+    while True:
+        try:
+            client = await Client.connect(
+                services.temporal_address,
+                namespace=services.temporal_namespace,
+                data_converter=pydantic_data_converter,
+            )
+            await namespace.ensure(client)
+        except (RPCError, RuntimeError) as error:  # RuntimeError: nothing listens there
+            logger.warning("Temporal at %s: %s", services.temporal_address, error)
+            await asyncio.sleep(RETRY_S)
+        else:
+            return client
+
+
+async def _open_ledger(services: Services, kind: Kind) -> Ledger:
+    while True:
+        try:
+            await asyncio.to_thread(check_schema, services.database_url)
+            return await asyncio.to_thread(
+                Ledger.open, services.database_url, application=f"rollbook {kind}"
+            )
+        except psycopg.OperationalError as error:
+            logger.warning("the ledger: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+
+def workflow_worker(client: Client, ledger: Ledger) -> Worker:
+    """Workflows and their local ledger steps. Unsandboxed: docs/adr says why and what guards it."""
+    from activities.ledger import LedgerActivities
+    from activities.publish import ServingActivities
+    from workflows.group import GroupWorkflow
+    from workflows.publish import PublishWorkflow
+
+    steps, serving = LedgerActivities(ledger), ServingActivities(ledger)
+    return Worker(
+        client,
+        task_queue=WORKFLOW_QUEUE,
+        workflows=[GroupWorkflow, PublishWorkflow],
+        activities=[
+            steps.begin_group,
+            steps.close_attempt,
+            steps.read_attempt,
+            steps.finish_group,
+            serving.live_engines,
+            serving.mark_served,
+            serving.publish_refused,
+        ],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+        max_cached_workflows=2_000,
+        max_concurrent_workflow_tasks=32,
+        max_concurrent_local_activities=64,
+        no_remote_activities=True,
+        graceful_shutdown_timeout=GRACE,
+    )
+
+
+def _ledger_parts(
+    stack: AsyncExitStack, client: Client, ledger: Ledger, services: Services
+) -> Parts:
+    from activities.fleet import Fleet
+    from activities.inference import EngineClient
+    from activities.publish import EngineActivities
+    from activities.relay import Relay
+    from activities.steward import Steward
+    from activities.sweep import Sweep
+
+    engines = EngineClient()
+    stack.push_async_callback(engines.aclose)
+    steward = Steward(
+        database_url=services.database_url,
+        ledger=ledger,
+        client=client,
+        fleet=Fleet(ledger, engines, services.engines),
+        relay=Relay(ledger, client),
+        sweep=Sweep(ledger, client),
+    )
+    worker = Worker(
+        client,
+        task_queue=LEDGER_QUEUE,
+        activities=[EngineActivities(ledger, engines).load_version],
+        max_concurrent_activities=64,
+        max_heartbeat_throttle_interval=THROTTLE,
+        default_heartbeat_throttle_interval=THROTTLE,
+        graceful_shutdown_timeout=timedelta(seconds=2),  # a load is done again elsewhere
+    )
+    return Parts([worker], [steward.run()])
+
+
+def _rollout_parts(
+    stack: AsyncExitStack,
+    client: Client,
+    ledger: Ledger,
+    services: Services,
+    environments: Sequence[str],
+    concurrency: int,
+    cache: Path,
+) -> Parts:
+    from activities.attempt import Attempts
+    from activities.inference import EngineClient
+    from activities.routing import Router
+    from activities.sampler import Sampler
+    from activities.setups import Setups
+    from storage.objects import ObjectStore
+
+    engines = EngineClient()
+    stack.push_async_callback(engines.aclose)
+    attempts = Attempts(
+        Sampler(ledger=ledger, engines=engines, router=Router(ledger)),
+        Setups(ledger, ObjectStore(services), cache / "models"),
+        worker=f"{socket.gethostname()}:{os.getpid()}",
+    )
+    workers = [
+        Worker(
+            client,
+            task_queue=rollout_queue(environment),
+            activities=[attempts.run_attempt],
+            max_concurrent_activities=concurrency,
+            max_heartbeat_throttle_interval=THROTTLE,
+            default_heartbeat_throttle_interval=THROTTLE,
+            graceful_shutdown_timeout=GRACE,
+        )
+        for environment in environments
+    ]
+    return Parts(workers)
+
+
+async def _unless(stopping: asyncio.Event, boot: Coroutine[Any, Any, Parts]) -> Parts | None:
+    """What is booted, or None if told to stop before."""
+    booting = asyncio.create_task(boot)
+    told = asyncio.create_task(stopping.wait())
+    await asyncio.wait([booting, told], return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if booting.done():
+        return booting.result()
+    booting.cancel()
+    await asyncio.gather(booting, return_exceptions=True)
+    return None
+
+
+async def _serve(parts: Parts, stopping: asyncio.Event) -> None:
+    """Until told to stop; a worker or companion that ends by itself is an error."""
+    serving = [asyncio.create_task(worker.run()) for worker in parts.workers]
+    beside = [asyncio.create_task(companion) for companion in parts.companions]
+    told = asyncio.create_task(stopping.wait())
+    await asyncio.wait([*serving, *beside, told], return_when=asyncio.FIRST_COMPLETED)
+    broken = [task for task in (*serving, *beside) if task.done()]
+    for task in (*beside, told):
+        task.cancel()
+    await asyncio.gather(*beside, told, return_exceptions=True)
+    await asyncio.gather(*(worker.shutdown() for worker in parts.workers if worker.is_running))
+    await asyncio.gather(*serving, return_exceptions=True)
+    for task in broken:
+        raise RuntimeError("a part of this worker ended by itself") from task.exception()
