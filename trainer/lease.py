@@ -1,4 +1,4 @@
-"""The trainer's lease, renewed by a thread with a connection of its own.
+"""The trainer's lease: taken over at start, renewed by a thread with a connection of its own.
 
 The lease only tells others when they may take over; what keeps a zombie out is the epoch that every
 transaction compares. So a renewal that fails because Postgres is away is merely tried again, and
@@ -6,13 +6,17 @@ one that finds another epoch ends this process.
 """
 
 import logging
+import os
+import socket
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 import psycopg
 
-from domain.errors import Fenced
+from domain.errors import Fenced, RunHeld
 from storage import runs
 from storage.database import Ledger
 
@@ -64,3 +68,54 @@ class Lease:
                 return
             except psycopg.OperationalError as error:
                 log.warning("could not renew the lease of %s: %s", self._run, error)
+
+
+def acquire(
+    ledger: Ledger,
+    run: str,
+    holder: str,
+    *,
+    force: bool,
+    lease_s: float,
+    stop: Callable[[], bool],
+) -> int:
+    """Take the run and return its next epoch; waits for a lease that nobody renews any more.
+
+    A holder on this host whose process is gone is not waited for.
+
+    Args:
+        ledger: where the run is.
+        run: its name.
+        holder: who takes it, as `host:pid`.
+        force: do not wait for a holder that is alive.
+        lease_s: how long others must wait after this process died.
+        stop: asked while waiting; True gives up.
+
+    Raises:
+        RunHeld: a live trainer holds the run.
+    """
+    give_up = time.monotonic() + 1.5 * max(lease_s, LEASE_S)
+    while True:
+        present = ledger.call(runs.holder, run)
+        dead = present is not None and _is_dead(present)
+        try:
+            return ledger.call(runs.take_over, run, holder, lease_s=lease_s, force=force or dead)
+        except RunHeld as held:
+            if stop() or time.monotonic() > give_up:
+                raise
+            log.info("waiting for the lease: %s", held)
+        time.sleep(1.0)
+
+
+def _is_dead(holder: str) -> bool:
+    """Whether the holder was a process of this host that is gone."""
+    host, _, pid = holder.rpartition(":")
+    if host != socket.gethostname() or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

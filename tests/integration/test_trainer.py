@@ -23,7 +23,8 @@ from storage.database import Ledger
 from storage.objects import ObjectStore
 from tests.outage import Proxy
 from tests.playing import Fleet, configuration, constant
-from trainer import loop
+from trainer import lease, loop
+from trainer.lease import Lease
 from trainer.model import weights_digest
 
 TRAIN_ONCE = Path(__file__).parents[1] / "train_once.py"
@@ -332,17 +333,15 @@ def test_a_zombie_is_fenced_and_leaves_no_trace(
 
 
 def test_the_lease_thread_notices_a_takeover(ledger_url: str, ledger: Ledger, name: str) -> None:
-    from trainer.lease import Lease
-
     folder = Path("/nonexistent")
     run = create(ledger, configuration_without_files(name, folder))
     epoch = ledger.call(runs.take_over, run, "a:1", lease_s=0.3)
-    with Lease(ledger, run, epoch, lease_s=0.3) as lease:
-        lease.check()
+    with Lease(ledger, run, epoch, lease_s=0.3) as held:
+        held.check()
         ledger.call(runs.take_over, run, "b:1", lease_s=30, force=True)
-        lease._thread.join(10)
+        held._thread.join(10)
         with pytest.raises(Fenced):
-            lease.check()
+            held.check()
 
 
 def configuration_without_files(name: str, root: Path) -> RunConfig:
@@ -361,9 +360,9 @@ def configuration_without_files(name: str, root: Path) -> RunConfig:
 def test_a_dead_holder_of_this_host_is_recognised() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
-    assert loop._is_dead(f"{socket.gethostname()}:{child.pid}")
-    assert not loop._is_dead(f"{socket.gethostname()}:{os.getpid()}")
-    assert not loop._is_dead(f"elsewhere:{child.pid}")
+    assert lease._is_dead(f"{socket.gethostname()}:{child.pid}")
+    assert not lease._is_dead(f"{socket.gethostname()}:{os.getpid()}")
+    assert not lease._is_dead(f"elsewhere:{child.pid}")
 
 
 def test_other_data_is_refused_on_resume(
@@ -510,3 +509,43 @@ def test_a_store_that_stays_away_fails_the_run_with_the_cause(
         assert failure is not None
         assert "http://127.0.0.1:9" in failure
         assert train(run, around, fleet) == "finished"
+
+
+def test_groups_are_trained_by_deadline_until_the_data_ends(
+    around: Services, ledger: Ledger, tmp_path: Path, name: str
+) -> None:
+    config = configuration(
+        name,
+        tmp_path,
+        steps=None,
+        tasks={"batch_size": 12, "epochs": 1},
+        schedule={"order": "deadline", "stale_policy": "wait", "sync_every": 2},
+        checkpoint={"every": 3},
+    )
+    run = create(ledger, config)
+    with Fleet(around, tmp_path / "engine") as fleet:
+        assert train(run, around, fleet, stop=stop_at(ledger, run, 2, fleet)) == "closed"
+        assert train(run, around, fleet) == "finished"
+    rows = history(ledger, run)
+    assert [row[3] for row in rows] == [12, 12, 12, 4]  # 40 tasks, each once; the short rest trains
+    assert sorted(group for row in rows for group in row[8]) == list(range(40))
+    assert fleet.loaded == [0, 2, 4]  # every second version
+
+
+@pytest.mark.slow
+def test_an_inexact_run_keeps_plans_and_publishes_durable_versions_only(
+    around: Services, ledger: Ledger, tmp_path: Path, name: str
+) -> None:
+    config = configuration(name, tmp_path, trainer={"exact": "order"}, checkpoint={"every": 1})
+    run = create(ledger, config)
+    durable: list[bool] = []
+
+    def load(folder: Path, manifest: Any) -> None:
+        found = ledger.call(runs.read, run)
+        durable.append(found.durable_step == found.next_step)
+
+    with Fleet(around, tmp_path / "engine", on_load=load) as fleet:
+        crash(run, around, "apply_done:2")
+        assert train(run, around, fleet) == "finished"
+    assert all(durable)
+    assert ledger.call(runs.read, run).version == 4

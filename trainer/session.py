@@ -1,0 +1,229 @@
+"""A restored run at work: replay, then publish, plan, compute, apply and checkpoint, step by step."""
+
+import logging
+from dataclasses import dataclass
+
+from domain import failpoints
+from storage import checkpoints, records, runs, steps, versions
+from storage.database import Tx
+from storage.runs import Run
+from storage.steps import Planned
+from trainer import checkpoint, determinism
+from trainer.consumer import Consumer, End
+from trainer.creation import Workshop
+from trainer.drift import DriftGuard
+from trainer.model import weights_digest
+from trainer.publishing import Publisher
+from trainer.update import Learner, Outcome
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """A restored run at work. `step` and `version` describe the weights in memory."""
+
+    workshop: Workshop
+    learner: Learner
+    consumer: Consumer
+    step: int
+    version: int
+
+    def __post_init__(self) -> None:
+        w, config = self.workshop, self.learner.config
+        self.found = self._read()
+        self.saved = self.step
+        self.guard = DriftGuard(config.model.dtype)
+        self.publisher = Publisher(
+            w.ledger,
+            w.store,
+            w.scratch,
+            self.learner.policy,
+            w.waits,
+            w.run,
+            w.epoch,
+            model=str(self.found.world["model_manifest"]),
+            longest=config.max_context_tokens,
+            sync_every=config.schedule.sync_every,
+        )
+
+    def replay(self) -> None:
+        """Recompute the steps since the checkpoint and compare what they make.
+
+        Raises:
+            ReplayDiverged: a step does not reproduce its digest; training on would be another run.
+        """
+        last = self.found.next_step
+        for step in range(self.step, last):
+            self.workshop.waits.check()
+            plan = self.workshop.ledger.call(
+                steps.read_plan, self.workshop.run, step, self.consumer.share
+            )
+            assert plan is not None, f"applied step {step} has no plan"
+            outcome = self._compute(plan)
+            self.workshop.ledger.call(
+                steps.verify_replay,
+                self.workshop.run,
+                self.workshop.epoch,
+                step,
+                updated=outcome.updated,
+                weights_sha256=self._digest(),
+            )
+            log.info("replayed step %d of %d", step, last - 1)
+            self._advance(outcome)
+            failpoints.reach("replay_mid")
+            self._checkpoint_if_due()
+
+    def train(self) -> None:
+        """Steps until nothing is left to train; the last one is durable then."""
+        first = self.found.first_version
+        while True:
+            self.workshop.waits.check()
+            self.publisher.publish_if_due(self.version, first=self.version == first)
+            plan = self.consumer.next_plan(self.step, idle=self.checkpoint)
+            if isinstance(plan, End):
+                log.info("run %s ends: %s", self.workshop.run, plan.reason)
+                self.checkpoint()
+                return
+            outcome = self._compute(plan)
+            self._apply(plan, outcome)
+            self._advance(outcome)
+            self._checkpoint_if_due()
+            self._watch(outcome)
+
+    def checkpoint(self) -> None:
+        """Make the present step durable."""
+        if self.saved >= self.step:
+            return
+        w = self.workshop
+        position = self.consumer.position()
+        saved = w.waits.outlast(
+            lambda: checkpoint.save(
+                w.store,
+                w.scratch,
+                self.learner.policy,
+                self.learner.optimizer,
+                run=w.run,
+                step=self.step,
+                version=self.version,
+                epoch=w.epoch,
+                position=position,
+            )
+        )
+        failpoints.reach("ck_uploaded")
+
+        def record(tx: Tx) -> None:
+            checkpoints.record(
+                tx,
+                w.run,
+                w.epoch,
+                step=self.step,
+                version=self.version,
+                prefix=saved.prefix,
+                manifest_sha256=saved.manifest_sha256,
+                bytes=saved.bytes,
+                data_position=position,
+                rng=saved.rng,
+                world=self.found.world,
+            )
+            failpoints.reach("ck_mid")
+
+        w.ledger.call(record)
+        self.saved = self.step
+        failpoints.reach("ck_done")
+
+    def _checkpoint_if_due(self) -> None:
+        if self.step - self.saved >= self.learner.config.checkpoint.every:
+            self.checkpoint()
+
+    def _watch(self, outcome: Outcome) -> None:
+        """Pause the run when the engines drift away from the trainer."""
+        alarm = self.guard.alarm(outcome.metrics)
+        if alarm is None:
+            return
+        w = self.workshop
+        log.error("run %s is paused: %s; `rollbook resume %s` goes on", w.run, alarm, w.run)
+
+        def pause(tx: Tx) -> None:
+            if runs.lock(tx, w.run).state == "running":
+                runs.pause(tx, w.run)
+
+        w.ledger.call(pause)
+
+    def _compute(self, plan: Planned) -> Outcome:
+        """The step's effect on the weights: a function of its plan and the weights before it."""
+        determinism.seed_step(self.learner.config.seed, plan.step, self.consumer.share)
+        call, run = self.workshop.ledger.call, self.workshop.run
+        return self.learner.step(
+            self.consumer.read(plan),
+            self.version,
+            latencies=call(records.latencies, run, plan.step),
+            cancelled_tokens=call(records.cancelled_tokens, run, plan.step),
+        )
+
+    def _apply(self, plan: Planned, outcome: Outcome) -> None:
+        w = self.workshop
+        waited = w.waits.take()
+        digest = self._digest()
+
+        def book(tx: Tx) -> None:
+            served = versions.served(tx, w.run)
+            behind = self.version + outcome.updated - (0 if served is None else served)
+            before = records.last(tx, w.run, plan.step).get("totals", {})
+            totals = records.totals(tx, w.run)
+            metrics = outcome.metrics | {f"waited/{kind}": s for kind, s in waited.items()}
+            metrics |= records.environment_metrics(tx, w.run, plan.step)
+            metrics["publish_lag"] = float(behind)
+            steps.apply(
+                tx,
+                w.run,
+                w.epoch,
+                plan.step,
+                updated=outcome.updated,
+                weights_sha256=digest,
+                cause=outcome.cause,
+                metrics=metrics,
+                record={
+                    "updates": self.version + outcome.updated,
+                    "optimizer_updates": outcome.optimizer_updates,
+                    "version": records.oldest(tx, w.run, plan.step),
+                    "lag": max((row.lag for row in plan.rows), default=0),
+                    "groups": len(plan.rows),
+                    "waited": sum(waited.values()),
+                    "waited_for": waited,
+                    "totals": totals,
+                }
+                | records.since(before, totals),
+            )
+            failpoints.reach("apply_mid")
+
+        w.ledger.call(book)
+        _tell(plan, outcome, waited)
+        failpoints.reach("apply_done")
+
+    def _advance(self, outcome: Outcome) -> None:
+        self.step += 1
+        self.version += outcome.updated
+
+    def _digest(self) -> bytes:
+        return weights_digest(self.learner.policy.weights())
+
+    def _read(self) -> Run:
+        return self.workshop.ledger.call(runs.read, self.workshop.run)
+
+
+def _tell(plan: Planned, outcome: Outcome, waited: dict[str, float]) -> None:
+    figures = [
+        f"{name} {outcome.metrics[name]:.4g}"
+        for name in ("reward/mean", "loss", "grad_norm")
+        if name in outcome.metrics
+    ]
+    effect = "updated" if outcome.updated else f"no update ({outcome.cause})"
+    log.info(
+        "step %d: %s",
+        plan.step,
+        ", ".join(
+            [f"{len(plan.rows)} groups", *figures, effect, f"waited {sum(waited.values()):.2f} s"]
+        ),
+        extra={"action": "step", "step": plan.step, "cause": outcome.cause},
+    )
