@@ -21,7 +21,7 @@ from typing import Literal
 
 from domain import failpoints
 from domain.config import Services
-from domain.errors import ConfigError, Fenced, RollbookError
+from domain.errors import ConfigError, Fenced, RollbookError, RunStopped
 from storage import datasets, runs
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore
@@ -82,6 +82,9 @@ def run(
             return _train(workshop)
         except Fenced:
             raise
+        except RunStopped as ended:
+            log.info("%s", ended)
+            return _close(workshop, "closed")  # one that has failed stays failed
         except RollbookError as error:
             log.exception("run %s fails", run)
             failure = f"{type(error).__name__}: {error}"
@@ -92,7 +95,7 @@ def _train(workshop: Workshop) -> str:
     """Everything between the lease and the close."""
     found = workshop.ledger.call(runs.read, workshop.run)
     if found.state == "finished":
-        return found.state
+        return _close(workshop, "finished")
     if found.shares != 1:
         raise ConfigError(
             f"run {found.id} has {found.shares} shares; this trainer is one process and trains "

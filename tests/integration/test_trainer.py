@@ -379,6 +379,24 @@ def test_other_data_is_refused_on_resume(
     assert failure.startswith("DataChanged: the data changed since this run began")
 
 
+def test_a_run_that_is_failed_from_outside_ends_with_that_failure(
+    around: Services, ledger: Ledger, tmp_path: Path, name: str
+) -> None:
+    run = create(ledger, configuration(name, tmp_path))
+
+    def fail() -> bool:
+        if ledger.call(runs.read, run).next_step == 2:
+            ledger.call(runs.fail_source, run, "task t4 answered for t5")
+        return fleet.broken()
+
+    with Fleet(around, tmp_path / "engine") as fleet:
+        assert train(run, around, fleet, stop=fail) == "failed"
+        found = ledger.call(runs.read, run)
+        assert (found.failure, found.next_step) == ("SourceBroken: task t4 answered for t5", 2)
+        assert ledger.call(runs.holder, run) is None
+        assert train(run, around, fleet) == "finished"
+
+
 def test_engines_that_never_serve_fail_the_run_after_the_limit(
     around: Services, ledger: Ledger, tmp_path: Path, name: str
 ) -> None:
