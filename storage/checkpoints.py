@@ -22,7 +22,7 @@ class CheckpointRow:
     prefix: str
     manifest_sha256: bytes
     size: int  # bytes of all its objects
-    data_position: Mapping[str, Any]  # "batch": the next batch to draw
+    data_position: Mapping[str, Any]  # the data is read again from here, and must be the same
     rng: Mapping[str, Any]
     world: Mapping[str, Any]
     epoch: int

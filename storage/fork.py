@@ -105,21 +105,17 @@ def _copy_start(tx: Tx, parent: Run, child: str, start: CheckpointRow) -> None:
 
 
 def _copy_owed(tx: Tx, parent: Run, child: str, start: CheckpointRow) -> None:
-    """The batches drawn before the checkpoint and those of their groups that were still owed.
+    """Every batch the parent drew, and those of their groups that were owed before the step.
 
-    A group of two parts is done when any part was trained before that step.
+    Also batches drawn after the checkpoint: the child's trainer reads the data again from the
+    checkpoint's position, and what it reads must be what the parent read. A group of two parts is
+    done when any part was trained before that step.
     """
-    values = {
-        "child": child,
-        "parent": parent.id,
-        "step": start.step,
-        "batches": start.data_position["batch"],
-    }
+    values = {"child": child, "parent": parent.id, "step": start.step}
     tx.execute(
         """
         CREATE TEMPORARY TABLE owed ON COMMIT DROP AS SELECT g.* FROM groups g
-        WHERE g.run_id = %(parent)s AND g.batch < %(batches)s
-            AND NOT coalesce(g.closed_step < %(step)s, false)
+        WHERE g.run_id = %(parent)s AND NOT coalesce(g.closed_step < %(step)s, false)
             AND NOT EXISTS (SELECT 1 FROM queue q
                 WHERE (q.run_id, q.group_id) = (g.run_id, g.group_id) AND q.step < %(step)s)
             AND NOT (EXISTS (SELECT 1 FROM queue q
@@ -137,7 +133,7 @@ def _copy_owed(tx: Tx, parent: Run, child: str, start: CheckpointRow) -> None:
         SELECT %(child)s, b.batch, b.share, b.tasks,
             (SELECT count(*) FROM owed o WHERE (o.batch, o.share) = (b.batch, b.share)),
             b.data_position, b.content_sha256
-        FROM task_batches b WHERE b.run_id = %(parent)s AND b.batch < %(batches)s
+        FROM task_batches b WHERE b.run_id = %(parent)s
         """,
         values,
     )

@@ -29,10 +29,7 @@ def test_a_fork_trains_again_what_came_after_its_step(ledger: Ledger, order: str
     now = child.now()
     assert (now.parent, now.forked_at, now.first_step, now.next_step) == ("r1", 1, 1, 1)
     assert (now.version, now.first_version, now.state) == (1, 1, "running")
-    drawn = ledger.call(checkpoints.at, "r1", 1)
-    assert drawn is not None
-    owed = [group for group in before if group >= 2 and group < 2 * drawn.data_position["batch"]]
-    assert child.states() == dict.fromkeys(owed, "registered")
+    assert child.states() == dict.fromkeys(sorted(before)[2:], "registered")
     assert parent.now().state == "closed"
     assert {g: parent.states()[g] for g in range(6)} == dict.fromkeys(range(6), "trained")
     while child.now().next_step < 5:
