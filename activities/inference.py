@@ -21,6 +21,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ import httpx
 
 from activities.answers import Generated, SamplingParams, generated, required
 from activities.connections import Connections
-from domain.errors import EngineRefused, EngineUnavailable, WrongVersion
+from domain.errors import EngineError, EngineRefused, EngineUnavailable, WrongVersion
 
 ABORT_PATIENCE_S = 2.0
 HEALTH_EVERY_S = 3.0
@@ -141,10 +142,11 @@ class EngineClient:
             await self._wait(engine_url, pending)
             return checked(await pending)
         except asyncio.CancelledError:
-            if on_partial is not None and (
-                partial := await self._partial(pending, engine_url, request_id)
-            ):
-                on_partial(checked(partial))
+            if on_partial is not None:
+                partial = await self._partial(pending, engine_url, request_id)
+                if partial is not None:
+                    with suppress(EngineError):  # a doubtful partial answer is none
+                        on_partial(checked(partial))
             raise
         finally:
             if not pending.done():

@@ -32,6 +32,10 @@ class Server(uvicorn.Server):
         self._scheduler.abort_all()
         await super().shutdown(sockets)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop: as asked, or because nothing would ever be answered again."""
+        return await super().on_tick(counter) or not self._scheduler.alive
+
 
 def serve(
     services: Services,
@@ -59,6 +63,9 @@ def serve(
         max_waiting: requests that wait beyond `max_batch`; more are answered 429.
         kv_bytes: memory for KV of running requests.
         prefix_bytes: memory for retained KV; 0 retains none.
+
+    Raises:
+        RuntimeError: the torch thread died of a bug; whoever supervises starts another process.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -70,6 +77,8 @@ def serve(
     log.info("engine on http://%s:%d, %d torch threads", host, port, torch.get_num_threads())
     try:
         server.run()
+        if not scheduler.alive:
+            raise RuntimeError("the engine's torch thread died; its traceback is above")
     finally:
         scheduler.close()
 

@@ -233,6 +233,20 @@ async def test_broken_numbers_are_an_error_that_names_the_policy(
     await idle(client, engine.url)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_an_engine_whose_thread_died_stops_rather_than_hang(
+    long: Running, client: EngineClient
+) -> None:
+    pending = start(client, long, "a")
+    await tokens(long, 5)
+    del long.scheduler._batches["r@1"]._rows  # a bug
+    with pytest.raises(EngineUnavailable):
+        async with asyncio.timeout(15):
+            await pending
+    with pytest.raises(EngineUnavailable):
+        await client.health(long.url)
+
+
 async def test_loading_is_idempotent_and_a_name_is_used_once(
     engine: Running, client: EngineClient
 ) -> None:
