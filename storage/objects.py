@@ -51,14 +51,14 @@ class Entry:
 class ObjectStore:
     """One bucket."""
 
-    def __init__(self, services: Services, *, threads: int = 4, attempts: int = 8) -> None:
+    def __init__(self, services: Services, *, threads: int = 4, attempts: int = 10) -> None:
         """Open a client; nothing is sent yet.
 
         Args:
             services: address, bucket and keys.
             threads: parts of one object in flight at once.
             attempts: tries of one request against connection errors, 5xx and throttling, with
-                exponential back-off; eight outlast a restart of the store.
+                exponential back-off; ten outlast a restart of the store.
 
         Raises:
             ConfigError: the address is no URL.

@@ -71,6 +71,9 @@ class Seaweed:
             "webdav": "false",
             "admin.ui": "false",
             "master.telemetry": "false",
+            # Everything the one master must know it hears from the one volume server. Resuming its
+            # own state makes it refuse writes for 15 s in some of the starts ("warming up").
+            "master.resumeState": "false",
         }
         # -disableHttp: otherwise the filer serves, and deletes, every object to anybody.
         options = (*(f"-{key}={value}" for key, value in named.items()), "-disableHttp")

@@ -18,8 +18,10 @@ from temporalio.client import Client
 from domain.config import Services
 from domain.errors import ConfigError
 from rollbook.stack import background, external, ports
-from rollbook.stack.parts import PortWishes
+from rollbook.stack.parts import USUAL, PortWishes
+from rollbook.stack.seaweed import GRPC_OFFSET
 from rollbook.stack.stack import Stack, down
+from rollbook.stack.state import StateFolder
 from rollbook.stack.supervise import LAUNCHER, State
 from storage.objects import ObjectStore, digest
 
@@ -55,9 +57,20 @@ def folder(state_folder: Path, request: pytest.FixtureRequest) -> Path:
     return state_folder / str(request.node.name)
 
 
+def off_the_usual_ports(folder: Path) -> Path:
+    """Let the stack believe that it used other ports before: the usual ones may be anybody's."""
+    state = StateFolder(folder)
+    chosen: dict[str, int] = {}
+    for name in USUAL:
+        chosen[name] = ports.choose(0, chosen.values(), companion=GRPC_OFFSET)
+    state.remember_ports(state.record(), chosen)
+    state.release()
+    return folder
+
+
 @pytest.fixture(scope="module")
 def stack(state_folder: Path) -> Iterator[Stack]:
-    with Stack.up(state_folder / "stack", environ={}) as up:
+    with Stack.up(off_the_usual_ports(state_folder / "stack"), environ={}) as up:
         yield up
 
 
@@ -127,14 +140,20 @@ def test_committed_rows_survive_kill_9_of_postgres(stack: Stack) -> None:
 
 
 def test_acknowledged_objects_survive_kill_9_of_the_store(stack: Stack) -> None:
-    store = ObjectStore(stack.services)
-    bodies = {f"kept/{n}": os.urandom(1000) for n in range(50)}
-    for key, body in bodies.items():
-        store.put_new(key, body, sha256=digest(body))
-    os.kill(pid_of(stack, "seaweed"), signal.SIGKILL)
-    # No waiting: the client's own tries outlast the restart.
-    for key, body in bodies.items():
-        assert store.get(key, sha256=digest(body)) == body
+    # Each bucket has volumes of its own; those of the second are made after a crash.
+    stores = [
+        ObjectStore(stack.services.model_copy(update={"s3_bucket": f"kept-{n}"})) for n in range(2)
+    ]
+    kept: list[tuple[ObjectStore, str, bytes]] = []
+    for store in stores:
+        store.prepare()
+        for n in range(20):
+            kept.append((store, f"{n}", body := os.urandom(1000)))
+            store.put_new(f"{n}", body, sha256=digest(body))
+        os.kill(pid_of(stack, "seaweed"), signal.SIGKILL)
+        # No waiting: the client's own tries outlast the restart.
+        for held, key, body in kept:
+            assert held.get(key, sha256=digest(body)) == body
 
 
 async def test_started_workflows_survive_kill_9_of_temporal(stack: Stack) -> None:
@@ -222,6 +241,7 @@ def background_pid(folder: Path) -> int:
 
 
 def test_a_stack_in_the_background_is_joined_and_stopped_by_others(folder: Path) -> None:
+    off_the_usual_ports(folder)
     first = background.start(folder, environ=dict(os.environ))
     second = background.start(folder, environ=dict(os.environ))
     assert first.services == second.services
@@ -232,6 +252,7 @@ def test_a_stack_in_the_background_is_joined_and_stopped_by_others(folder: Path)
 
 
 def test_nothing_is_left_when_the_supervisor_is_killed(folder: Path) -> None:
+    off_the_usual_ports(folder)
     started = background.start(folder, environ=dict(os.environ))
     with psycopg.connect(started.services.database_url, autocommit=True) as tx:
         tx.execute("CREATE TABLE kept AS SELECT 1 AS n")
