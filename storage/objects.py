@@ -34,8 +34,11 @@ R = TypeVar("R")
 PART_BYTES = 16 * 2**20
 _MOST_PARTS = 9000  # S3 allows 10,000
 _CHUNK = 2**20
-_CONFLICT_TRIES = 5
+_TRIES = 5
 _MISSING = {"404", "NoSuchKey", "NotFound"}
+# Settled by doing it again: another conditional write was under way; the answer to the completion
+# of an upload was lost; the bytes were damaged on their way.
+_AGAIN = {"409", "ConditionalRequestConflict", "NoSuchUpload", "BadDigest"}
 _REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
 
 
@@ -285,16 +288,13 @@ class ObjectStore:
 
     def _conditionally(self, create: Callable[[], object]) -> bool:
         """Run a create-only request; False if the object was there first."""
-        for attempt in range(_CONFLICT_TRIES):
+        for attempt in range(_TRIES):
             try:
                 create()
             except ClientError as error:
                 if _code(error) in ("412", "PreconditionFailed"):
                     return False
-                # 409: another conditional write was under way; NoSuchUpload: the answer to the
-                # completion was lost. Both are settled by doing it again.
-                settled = ("409", "ConditionalRequestConflict", "NoSuchUpload")
-                if _code(error) not in settled or attempt == _CONFLICT_TRIES - 1:
+                if _code(error) not in _AGAIN or attempt == _TRIES - 1:
                     raise
             else:
                 return True

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -353,11 +353,6 @@ def tail(path: Path, offset: int = 0) -> str:
             return file.read().decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
-
-
-def names_of(reports: Iterable[Report], state: State) -> list[str]:
-    """The children in a state."""
-    return [report.name for report in reports if report.state is state]
 
 
 def _has_exited(process: subprocess.Popen[bytes]) -> bool:

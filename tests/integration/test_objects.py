@@ -1,7 +1,10 @@
 """The object store against the real S3 server: what is promised is what is read, or an error."""
 
+import contextlib
 import os
+import socket
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -139,6 +142,87 @@ def test_a_wrong_address_or_key_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=variable):
         ObjectStore(s3_services.model_copy(update=wrong), attempts=1).prepare()
+
+
+class FlippingProxy:
+    """Passes bytes on, but flips a bit of one byte a connection sends (or receives)."""
+
+    def __init__(
+        self, target: str, *, sent: int | None = None, received: int | None = None
+    ) -> None:
+        self._address = target.removeprefix("http://").split(":")
+        self._at = (sent, received)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.flipped = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection((self._address[0], int(self._address[1])))
+                for source, sink, at in ((near, far, self._at[0]), (far, near, self._at[1])):
+                    threading.Thread(
+                        target=self._pass, args=(source, sink, at), daemon=True
+                    ).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, at: int | None) -> None:
+        passed = 0
+        with source, contextlib.suppress(OSError):
+            while some := bytearray(source.recv(65536)):
+                if at is not None and passed <= at < passed + len(some):
+                    some[at - passed] ^= 1
+                    self.flipped += 1
+                sink.sendall(some)
+                passed += len(some)
+            sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def proxied(
+    s3_services: Services, request: pytest.FixtureRequest
+) -> Iterator[tuple[Callable[[], ObjectStore], FlippingProxy]]:
+    proxy = FlippingProxy(s3_services.s3_endpoint, **request.param)
+    services = s3_services.model_copy(update={"s3_endpoint": proxy.url})
+    yield lambda: ObjectStore(services, attempts=2), proxy
+    proxy.close()
+
+
+@pytest.mark.parametrize("proxied", [{"sent": 60_000}], indirect=True)
+@pytest.mark.parametrize("size", [200_000, objects.PART_BYTES + 200_000])
+def test_what_is_damaged_on_its_way_in_is_sent_again(
+    store: ObjectStore,
+    proxied: tuple[Callable[[], ObjectStore], FlippingProxy],
+    prefix: str,
+    size: int,
+) -> None:
+    connect, proxy = proxied
+    body = os.urandom(size)
+    assert connect().put_new(f"{prefix}/a", body, sha256=digest(body)) is True
+    assert proxy.flipped > 0
+    assert store.get(f"{prefix}/a", sha256=digest(body)) == body
+
+
+@pytest.mark.parametrize("proxied", [{"received": 60_000}], indirect=True)
+def test_what_is_damaged_on_its_way_out_is_never_handed_on(
+    store: ObjectStore,
+    proxied: tuple[Callable[[], ObjectStore], FlippingProxy],
+    prefix: str,
+    tmp_path: Path,
+) -> None:
+    connect, proxy = proxied
+    body = os.urandom(200_000)
+    store.put_new(f"{prefix}/a", body, sha256=digest(body))
+    with pytest.raises(DigestMismatch):
+        connect().get(f"{prefix}/a", sha256=digest(body))
+    with pytest.raises(DigestMismatch):
+        connect().download(f"{prefix}/a", tmp_path / "a", sha256=digest(body))
+    assert proxy.flipped == 2
+    assert [*tmp_path.iterdir()] == []
 
 
 FILES = {"shard-0.safetensors": b"zero" * 1000, "sub/shard-1.safetensors": b"one" * 1000}
