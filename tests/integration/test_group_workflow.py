@@ -6,14 +6,13 @@ tests/replay.
 """
 
 import asyncio
-import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
+import psycopg
 import pytest
 from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
@@ -36,9 +35,9 @@ from domain.messages import (
     GroupVerdict,
     NextAttempt,
 )
+from tests.recording import keep
 from workflows.group import GroupWorkflow
 
-HISTORIES = Path(__file__).parents[1] / "histories"
 T = TypeVar("T")
 Play = Callable[["Theatre", AttemptIn], Awaitable[AttemptRef]]
 Handle = WorkflowHandle[GroupWorkflow, GroupOut]
@@ -253,14 +252,6 @@ class _Open:
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.gather(*(worker.__aexit__(None, None, None) for worker in self.workers))
-
-
-async def keep(handle: Handle, name: str) -> None:
-    """Check the history's size, and keep it for the replay tests when asked to."""
-    history = await handle.fetch_history()
-    assert sum(event.ByteSize() for event in history.events) < 64 * 1024
-    if os.environ.get("RECORD_HISTORIES"):
-        (HISTORIES / f"{name}.json").write_text(history.to_json() + "\n", encoding="utf-8")
 
 
 Open = Callable[[Theatre], _Open]
@@ -527,6 +518,27 @@ async def test_kept_members_count_and_only_the_missing_sample_runs(house: Open) 
         out = await handle.result()
         assert (out.members, theatre.started) == (4, [(0, 0)])
         await keep(handle, "reopened")
+
+
+async def test_while_the_ledger_is_away_groups_wait_and_still_hear_signals(house: Open) -> None:
+    theatre = Theatre(size=1)
+    back = asyncio.Event()
+
+    async def away() -> None:
+        if not back.is_set():
+            raise psycopg.OperationalError("the server closed the connection unexpectedly")
+
+    theatre.before_finish = away
+    async with house(theatre) as run:
+        handle = await run.start()
+        await theatre.until_started((0, 0))
+        async with asyncio.timeout(30):
+            while (await handle.query(GroupWorkflow.state)).live:
+                pass  # each query is a round trip
+        await handle.signal(GroupWorkflow.close_group, Close(cause="close"))
+        back.set()
+        out = await handle.result()
+        assert (out.state, len(theatre.finished)) == ("complete", 1)
 
 
 async def test_a_claimed_generation_is_refused(house: Open) -> None:

@@ -37,6 +37,7 @@ from storage import attempts, housekeeping, outbox, runs, versions
 from storage.attempts import Ending
 from storage.census import Silent
 from storage.database import Ledger
+from tests.recording import keep
 from tests.rehearsal import ENGINE, Rehearsal, configuration
 from workflows.group import GroupWorkflow
 from workflows.publish import PublishWorkflow
@@ -365,6 +366,9 @@ async def test_a_version_is_served_once_every_live_engine_holds_it(scene: Scene)
         await until(lambda: scene.ledger.call(versions.served, scene.run.run) == 1)
         name = policy_name(scene.run.run, 1)
         assert {url for url, policy in scene.engines.loads if policy == name} == set(urls)
+        publication = scene.client.get_workflow_handle(publish_workflow_id(scene.run.run, 1))
+        await publication.result()
+        await keep(publication, "publish")
         scene.engines.add(urls[0], incarnation=2)  # it restarts, empty
         await until(lambda: name in scene.engines.health_by_url[urls[0]].policies)
         await until(lambda: len(_routes(scene, 1)) == 2)
@@ -399,6 +403,7 @@ async def test_a_slow_engine_and_one_that_refuses_do_not_hold_up_the_others(scen
         out = await handle.result()
         assert out["served"]
         assert out["acknowledged"] == 1
+        await keep(handle, "publish_slow_and_refusing")
         assert [route.engine for route in _routes(scene, 1)] == ["http://ready"]
 
 
@@ -412,6 +417,7 @@ async def test_a_version_that_every_engine_refuses_stops_the_run(scene: Scene) -
         await scene.relay.deliver()
         handle = scene.client.get_workflow_handle(publish_workflow_id(scene.run.run, 1))
         assert not (await handle.result())["served"]
+        await keep(handle, "publish_refused")
     assert "does not like" in str(scene.run.now().failure)
 
 

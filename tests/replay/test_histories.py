@@ -1,8 +1,8 @@
 """Workflows that were started by older code can be continued by this code.
 
 tests/histories holds one history per path of a workflow, recorded on a real server by
-`RECORD_HISTORIES=1 pytest tests/integration/test_group_workflow.py`. Record again only when a path
-is new: an old history that no longer replays means that running groups would break.
+`RECORD_HISTORIES=1 pytest tests/integration -k 'group_workflow or steward'`. Record again only when a
+path is new: an old history that no longer replays means that running groups would break.
 """
 
 import json
@@ -17,9 +17,10 @@ from temporalio.workflow import NondeterminismError
 
 from domain.messages import GroupIn, GroupOut
 from workflows.group import GroupWorkflow
+from workflows.publish import PublishWorkflow
 
 HISTORIES = sorted((Path(__file__).parents[1] / "histories").glob("*.json"))
-WORKFLOWS = [GroupWorkflow]
+WORKFLOWS = [GroupWorkflow, PublishWorkflow]
 
 
 def read(path: Path) -> WorkflowHistory:
@@ -57,6 +58,9 @@ def test_every_path_has_a_history() -> None:
         "complete",
         "lost",
         "oversample",
+        "publish",
+        "publish_refused",
+        "publish_slow_and_refusing",
         "reopened",
         "resubmitted",
         "source_broken",
