@@ -6,10 +6,11 @@ acknowledgements. It takes traffic for a version once it has acknowledged that v
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from activities.inference import EngineClient, Health
+from activities.ledger import AWAY
 from domain.errors import DigestMismatch, EngineError, EngineUnavailable, LedgerError
 from domain.ids import policy_name, policy_version
 from storage import census, versions
@@ -43,7 +44,10 @@ async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, en
 
 
 async def _make_room(ledger: Ledger, engines: EngineClient, engine: str, name: str) -> None:
-    """Unload what no run wants, then what is served but pinned by nobody, if no slot is free."""
+    """If no slot is free, unload what no run needs, then what this run serves and nobody pins.
+
+    An engine with one slot swaps. What another run serves, or a publication is loading, stays.
+    """
     health = await engines.health(engine)
     if name in health.policies:
         return
@@ -52,8 +56,13 @@ async def _make_room(ledger: Ledger, engines: EngineClient, engine: str, name: s
         return
     wanted = await ledger.run(census.wanted)
     pinned = await ledger.run(census.pinned)
-    idle = sorted(health.policies, key=lambda held: (held in wanted, held))
-    for held in [held for held in idle if held not in pinned][:surplus]:
+    run, _ = policy_version(name)
+    idle = [held for held in health.policies if _is_ours(held) and held not in pinned]
+    spare = [held for held in idle if wanted.get(held, "keep") == "keep"]
+    swapped = [
+        held for held in idle if wanted.get(held) == "load" and policy_version(held)[0] == run
+    ]
+    for held in (sorted(spare) + sorted(swapped))[:surplus]:
         await unload(ledger, engines, engine, held)
 
 
@@ -72,16 +81,18 @@ class Fleet:
     engines: EngineClient
     urls: Sequence[str]
     _loading: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    _held: set[str] = field(default_factory=set)
+    """Runs whose policies some engine has held."""
+    _trouble: dict[str, str] = field(default_factory=dict)
+    """What was last said of each engine, so that it is said once."""
 
     async def tend(self) -> None:
         """See every engine once, and start to mend those that lack or hoard versions."""
-        runs = await self.ledger.run(census.active_runs)
-        wanted = await self.ledger.run(census.wanted)
-        await asyncio.gather(*(self._tend_engine(url, runs, wanted) for url in self.urls))
+        await asyncio.gather(*(self._tend_engine(url) for url in self.urls))
 
     async def retire(self) -> None:
         """Let go of superseded versions that nothing pins; the next rounds unload them."""
-        for run in await self.ledger.run(census.active_runs):
+        for run in await self.ledger.run(census.runs_to_tend, sorted(self._held)):
             await self.ledger.run(versions.retire, run)
 
     async def stop(self) -> None:
@@ -91,32 +102,44 @@ class Fleet:
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
         self._loading.clear()
 
-    async def _tend_engine(self, url: str, runs: Sequence[str], wanted: Mapping[str, str]) -> None:
+    async def _tend_engine(self, url: str) -> None:
         try:
             health = await self.engines.health(url)
         except EngineError as error:
-            logger.warning("engine %s is not seen: %s", url, error)
+            self._say(url, f"is not seen: {error}")
             return
-        for run in runs:
+        held = {policy_version(name)[0] for name in health.policies if _is_ours(name)}
+        self._held |= held
+        for run in await self.ledger.run(census.runs_to_tend, sorted(held)):
             await self.ledger.run(
                 versions.see_engine, run, url, health.incarnation, health.max_resident, ALIVE_S
             )
         mending = self._loading.get(url)
         if mending is None or mending.done():
-            self._loading[url] = asyncio.create_task(self._mend(url, health, wanted))
+            self._loading[url] = asyncio.create_task(self._mend(url, health))
 
-    async def _mend(self, url: str, health: Health, wanted: Mapping[str, str]) -> None:
+    async def _mend(self, url: str, health: Health) -> None:
         try:
+            # Read after the health: what was loaded since then is not taken for superfluous.
+            wanted = await self.ledger.run(census.wanted)
             for name in health.policies:
                 if name not in wanted and _is_ours(name):
                     await unload(self.ledger, self.engines, url, name)
-            held = await self.ledger.run(census.acknowledged, url, health.incarnation)
-            for name, state in wanted.items():
-                if name not in held and state != "loading":  # those are PublishWorkflow's
+            acknowledged = await self.ledger.run(census.acknowledged, url, health.incarnation)
+            for name, need in wanted.items():
+                if need == "load" and name not in acknowledged:
                     run, version = policy_version(name)
                     await load(self.ledger, self.engines, run, version, url)
-        except (EngineError, DigestMismatch, LedgerError) as error:
-            logger.warning("engine %s is not as it should be: %s", url, error)
+            self._say(url, "")
+        except (EngineError, DigestMismatch, LedgerError, *AWAY) as error:
+            self._say(url, f"is not as it should be: {error}")
+
+    def _say(self, url: str, trouble: str) -> None:
+        if trouble and trouble != self._trouble.get(url):
+            logger.warning("engine %s %s", url, trouble)
+        elif not trouble and self._trouble.get(url):
+            logger.info("engine %s is well again", url)
+        self._trouble[url] = trouble
 
 
 def _is_ours(name: str) -> bool:

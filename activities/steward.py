@@ -146,9 +146,13 @@ async def _locked(connection: Connection) -> bool:
 
 async def _every(name: str, seconds: float, step: Callable[[], Awaitable[object]]) -> None:
     """Repeat a step for ever; what is away is waited for, anything else ends the steward."""
+    said = ""
     while True:
         try:
             await step()
+            said = ""
         except AWAY as error:
-            logger.warning("%s: %s", name, error)
+            if str(error) != said:
+                said = str(error)
+                logger.warning("%s: %s", name, error)
         await asyncio.sleep(seconds)

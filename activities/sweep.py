@@ -88,7 +88,7 @@ class Sweep:
 
     async def _close_superfluous_workflows(self) -> None:
         """A running workflow that no submitted group names, seen twice: tell it to end."""
-        active = frozenset(await self.ledger.run(census.active_runs))
+        active = frozenset(await self.ledger.run(census.runs_to_tend))
         before = datetime.now(UTC) - timedelta(seconds=self.grace_s)
         old = f'{RUNNING} AND StartTime < "{before:%Y-%m-%dT%H:%M:%SZ}"'
         found = [execution.id async for execution in self.client.list_workflows(old)]

@@ -6,11 +6,15 @@ longer than one round. What follows from it is decided by compare-and-set elsewh
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from domain.ids import group_workflow_id, policy_name
 from storage.database import Tx
 
 _ACTIVE = ("creating", "running", "paused", "closing")
+
+
+Need = Literal["load", "publishing", "keep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +40,11 @@ class Silent:
     """Of the generation that made it."""
 
 
-def active_runs(tx: Tx) -> list[str]:
-    """Runs whose versions engines must hold."""
+def runs_to_tend(tx: Tx, held: Sequence[str] = ()) -> list[str]:
+    """Active runs, and those of the `held` that exist: a finished run is still evaluated."""
     rows = tx.execute(
-        "SELECT run_id FROM runs WHERE state = ANY(%s) ORDER BY run_id", (list(_ACTIVE),)
+        "SELECT run_id FROM runs WHERE state = ANY(%s) OR run_id = ANY(%s) ORDER BY run_id",
+        (list(_ACTIVE), list(held)),
     ).fetchall()
     return [row["run_id"] for row in rows]
 
@@ -54,21 +59,24 @@ def live_engines(tx: Tx, run: str) -> list[tuple[str, int]]:
     return [(row["engine_id"], row["incarnation"]) for row in rows]
 
 
-def wanted(tx: Tx) -> Mapping[str, str]:
-    """State by policy name of what engines must keep: newest served, loading, pinned, draining."""
+def wanted(tx: Tx) -> Mapping[str, Need]:
+    """What engines must or may hold, by policy name; the rest was drained of pins and can go.
+
+    `load`: the newest served version of an active run, and pinned ones. `publishing`: a publication
+    is loading it. `keep`: served still, such as the last version of a run that has ended.
+    """
     rows = tx.execute(
         """
-        SELECT p.run_id, p.version, p.state FROM policy_versions p JOIN runs r USING (run_id)
-        LEFT JOIN served s ON s.run_id = p.run_id
-        JOIN version_pins n ON (n.run_id, n.version) = (p.run_id, p.version)
-        WHERE r.state = ANY(%s) AND (p.version = s.version
-            OR (p.state = 'loading' AND p.version > coalesce(s.version, -1))
-            OR (n.pins > 0 AND p.state IN ('loading', 'served', 'draining')))
-        ORDER BY p.run_id, p.version
+        SELECT n.run_id, n.version, CASE WHEN n.state = 'loading' THEN 'publishing'
+            WHEN r.state = ANY(%s) AND (n.pins > 0 OR n.version = s.version) THEN 'load'
+            ELSE 'keep' END AS need
+        FROM version_pins n JOIN runs r USING (run_id) LEFT JOIN served s USING (run_id)
+        WHERE n.state IN ('loading', 'served') OR (n.state = 'draining' AND n.pins > 0)
+        ORDER BY n.run_id, n.version
         """,
         (list(_ACTIVE),),
     ).fetchall()
-    return {policy_name(row["run_id"], row["version"]): row["state"] for row in rows}
+    return {policy_name(row["run_id"], row["version"]): row["need"] for row in rows}
 
 
 def pinned(tx: Tx) -> frozenset[str]:

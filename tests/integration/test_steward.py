@@ -390,6 +390,23 @@ async def test_an_engine_with_one_slot_swaps(scene: Scene) -> None:
         steward.cancel()
 
 
+async def test_a_run_that_has_ended_keeps_its_last_version_for_evaluation(scene: Scene) -> None:
+    url = scene.engines.add("http://a")
+    fleet = scene.fleet(url)
+    scene.run.do("DELETE FROM engines")
+    async with asyncio.timeout(20):
+        while not _routes(scene, 0):
+            await fleet.tend()
+    scene.ledger.call(runs.close, scene.run.run, scene.run.epoch, "finished")
+    scene.run.do("UPDATE engines SET alive_until = now()")
+    for _ in range(3):
+        await fleet.retire()
+        await fleet.tend()
+    await fleet.stop()
+    assert list(scene.engines.health_by_url[url].policies) == [policy_name(scene.run.run, 0)]
+    assert {route.engine for route in _routes(scene, 0)} == {url}
+
+
 async def test_a_slow_engine_and_one_that_refuses_do_not_hold_up_the_others(scene: Scene) -> None:
     urls = [scene.engines.add(f"http://{name}") for name in ("ready", "slow", "refusing")]
     scene.engines.slow.add("http://slow")
