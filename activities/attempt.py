@@ -32,6 +32,7 @@ from activities.sampler import Sampler
 from activities.session import LONGEST_S, SessionRecorder, ShuttingDown, Stopped
 from activities.setups import Setup, Setups
 from activities.whole import whole
+from domain import failpoints
 from domain.environments import Outcome, recovery
 from domain.errors import ConfigError, Fenced, ObjectError, SourceBroken
 from domain.messages import AttemptFailure, AttemptIn, AttemptRef
@@ -80,6 +81,7 @@ class Attempts:
             started, cancelled = await whole(
                 self._ledger.run(attempts.start, i, worker=self._worker)
             )
+            failpoints.reach("attempt_started")
             if started.ended is not None:
                 return _answer(started.ended, started.error)
             if cancelled:
@@ -248,6 +250,7 @@ class Attempts:
     async def _write(self, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
         """The finish transaction; a cancel that arrives meanwhile does not tear it."""
         ref, _ = await whole(self._ledger.run(attempts.finish, i, fence, end))
+        failpoints.reach("attempt_finished")
         return ref
 
     async def _refused(self, i: AttemptIn, fence: int, what: str, error: Fenced) -> NoReturn:

@@ -18,6 +18,7 @@ import psycopg
 
 from activities.sampler import Answer, Request, Sampler
 from activities.whole import whole
+from domain import failpoints
 from domain.config import RunConfig
 from domain.errors import ConfigError, EngineUnavailable, Fenced, LedgerError
 from domain.messages import AttemptIn
@@ -226,6 +227,7 @@ class SessionRecorder:
         async with self._commits:
             prompt = array("i", prompt_ids)
             place = self._place(prompt)
+            failpoints.reach("segment_sampled")
             progress = await self._sampler.ledger.run(
                 segments.append,
                 i.run,
@@ -237,6 +239,7 @@ class SessionRecorder:
                 place=place,
                 engine=answer.engine,
             )
+            failpoints.reach("segment_done")
             self._version, self._engine = answer.version, answer.engine
             self._chain = prompt
             self._chain.extend(generated.sampled_ids)

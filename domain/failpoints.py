@@ -39,15 +39,25 @@ POINTS = {
     "close_mid": "close: inside its transaction",
     "close_done": "close: committed, the process has not ended",
 }
+"""Where a trainer may die."""
+
+ROLLOUT_POINTS = {
+    "attempt_started": "attempt: its start is committed, nothing is sampled",
+    "segment_sampled": "attempt: an engine has answered, the segment is not committed",
+    "segment_done": "attempt: a segment is committed, its caller has not seen it",
+    "attempt_finished": "attempt: its finish is committed, Temporal does not know",
+}
+"""Where a rollout worker may die."""
 
 _hits: Counter[str] = Counter()
 
 
 def _armed(setting: str) -> tuple[str, int]:
     name, _, count = setting.partition(":")
-    if name and name not in POINTS:
-        near = get_close_matches(name, POINTS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"points are {', '.join(POINTS)}"
+    known = [*POINTS, *ROLLOUT_POINTS]
+    if name and name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"points are {', '.join(known)}"
         raise ConfigError(f"FAILPOINT={setting!r} names no point; {hint}")
     if count and not (count.isdecimal() and int(count) > 0):
         raise ConfigError(f"FAILPOINT={setting!r}: the count after ':' must be 1 or more")
