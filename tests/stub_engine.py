@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,13 +36,15 @@ class StubEngine:
     """So many requests are answered at once all the same."""
     kv_version: Callable[[int], int | None] = lambda version: version
     requests: list[dict[str, Any]] = field(default_factory=list)
+    keep_requests: bool = True
     aborted: list[str] = field(default_factory=list)
     running: int = 0
     _aborts: dict[str, asyncio.Event] = field(default_factory=dict)
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()
-        self.requests.append(body)
+        if self.keep_requests:
+            self.requests.append(body)
         if self.failures > 0:
             self.failures -= 1
             return Response("try again", status_code=503)
@@ -96,11 +99,7 @@ class StubEngine:
         return Response(json.dumps(body), media_type="application/json")
 
 
-@asynccontextmanager
-async def stub_engine() -> AsyncIterator[StubEngine]:
-    """A stub engine on a free port of this machine, in this event loop."""
-    port = ports.choose(0)
-    engine = StubEngine(f"http://127.0.0.1:{port}")
+def server_of(engine: StubEngine) -> uvicorn.Server:
     app = Starlette(
         routes=[
             Route("/inference/v1/generate", engine.generate, methods=["POST"]),
@@ -108,9 +107,17 @@ async def stub_engine() -> AsyncIterator[StubEngine]:
             Route("/health", engine.health),
         ]
     )
-    server = uvicorn.Server(
+    port = int(engine.url.rpartition(":")[2])
+    return uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off")
     )
+
+
+@asynccontextmanager
+async def stub_engine() -> AsyncIterator[StubEngine]:
+    """A stub engine on a free port of this machine, in this event loop."""
+    engine = StubEngine(f"http://127.0.0.1:{ports.choose(0)}")
+    server = server_of(engine)
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
@@ -119,3 +126,8 @@ async def stub_engine() -> AsyncIterator[StubEngine]:
     finally:
         server.force_exit = server.should_exit = True
         await serving
+
+
+if __name__ == "__main__":
+    # A process of its own, where the test's process is what is measured: tokens as asked for.
+    server_of(StubEngine(sys.argv[1], tokens=None, keep_requests=False)).run()

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -158,7 +159,7 @@ async def place(near: Services, tmp_path: Path) -> AsyncIterator[Place]:
 
 
 @pytest.fixture
-def walk(make: Make, near: Services, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def walk(make: Make, near: Services, tmp_path: Path) -> Callable[..., Any]:
     """Makes a run whose source is `Walk`, with its tokenizer in the object store."""
 
     def create(recovery: str, **sections: Any) -> Any:
@@ -181,7 +182,7 @@ def walk(make: Make, near: Services, tmp_path: Path) -> Iterator[Callable[..., A
         )
         return b
 
-    yield create
+    return create
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def check_resumed(b: Any, group: int, ref: AttemptRef) -> None:
     assert [s["fence"] for s in stored] == sorted(s["fence"] for s in stored)
     assert sum(s["tokens"] for s in stored) == row["policy_tokens"]
     read = b.ledger.call(segments.read, b.run, group, 0, 0)
-    for before, after in zip(read, read[1:], strict=False):
+    for before, after in pairwise(read):
         ids = [*before.prompt_ids.tolist(), *before.sampled_ids.tolist()]
         assert after.prompt_ids.tolist()[: len(ids)] == ids
 
