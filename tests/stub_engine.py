@@ -124,6 +124,12 @@ async def stub_engine() -> AsyncIterator[StubEngine]:
     try:
         yield engine
     finally:
+        if engine.hold is not None:
+            engine.hold.set()
+        # Its clients may have been killed: their connections end here, not in the collector.
+        for connection in list(server.server_state.connections):
+            if (transport := getattr(connection, "transport", None)) is not None:
+                transport.abort()
         server.force_exit = server.should_exit = True
         await serving
 

@@ -46,14 +46,14 @@ class Bench:
         (row,) = self.sql(query, *values)
         return row
 
-    def serve(self, version: int, *, trained: bool = True) -> None:
+    def serve(self, version: int, *, trained: bool = True, sha256: bytes = bytes(32)) -> None:
         """Make a version, up to which the trainer has come, the served one."""
         self.sql(
             """INSERT INTO policy_versions(run_id, version, weights_sha256, weights_key, state,
             trainer_epoch, served_at) VALUES (%s, %s, %s, 'w', 'served', 1, now())""",
             self.run,
             version,
-            bytes(32),
+            sha256,
         )
         if trained:
             self.sql(

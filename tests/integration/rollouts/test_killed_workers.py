@@ -341,15 +341,16 @@ async def test_rollouts_of_the_real_engine_are_what_its_weights_say(
     walk: Callable[..., Any], place: Place, tmp_path: Path
 ) -> None:
     b = walk("stateless", groups={"size": 4}, budget={"segment_tokens": 4}, trainer={"width": 96})
-    group = b.group()
     weights = Weights.random(GPT2, 1)
-    policy = policy_name(b.run, 0)
+    b.serve(1, sha256=bytes.fromhex(weights.sha256))
+    group = b.group()
     with running_engine(tmp_path) as engine:
         client = EngineClient()
-        engine.store.sets[policy] = weights
-        await client.load(engine.url, policy, policy, bytes(32).hex())
-        await client.aclose()
-        engines(b, engine.url)
+        try:
+            await engine.serve(client, policy_name(b.run, 1), weights)
+        finally:
+            await client.aclose()
+        engines(b, engine.url, version=1)
         place.start_worker()
         handles = [await place.begin(b.key(group, sample)) for sample in range(4)]
         refs = [await handle.result() for handle in handles]
