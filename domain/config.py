@@ -20,6 +20,10 @@ Truncation = Literal["mask", "score", "zero", "drop"]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
+OWN_LOOP = "own-loop"
+"""`tasks.dataset` of a run that a Python loop trains (`rollbook.RolloutScheduler`): its batches come
+from that loop. `tasks.source` is the same where the source is an object of the loop's process."""
+
 
 class Section(BaseModel):
     """A table of the TOML file. Frozen; unknown keys are errors."""

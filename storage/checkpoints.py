@@ -42,7 +42,7 @@ def create_first(
     *,
     weights_sha256: bytes,
     manifest_key: str,
-    weights_bytes: int,
+    weights_bytes: int | None,
     probe: Mapping[str, Any] | None,
     prefix: str,
     manifest_sha256: bytes,

@@ -4,13 +4,12 @@ Hand-over belongs to every poll, not to every step: a group that ends without a 
 place at once, and the run would otherwise hang with too few groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from domain import failpoints
-from domain.data import TaskStream
-from domain.rollouts import Rollout
+from domain.rollouts import Rollout, Task
 from storage import segments, steps, tasks
 from storage.database import Ledger, Tx
 from storage.steps import Planned
@@ -27,6 +26,19 @@ class End:
     reason: str
 
 
+class Stream(Protocol):
+    """A run's data: `domain.data.TaskStream`, or `trainer.feed.Feed` in a loop of one's own."""
+
+    def batch(self, index: int) -> Sequence[Task] | None:
+        """The tasks of a batch; none beyond the end; None while it is not known yet."""
+
+    def position(self, batch: int) -> dict[str, Any]:
+        """Where the data stands before that batch."""
+
+    def verify(self, position: Mapping[str, Any]) -> None:
+        """Refuse other data than `position` was taken of."""
+
+
 @dataclass
 class Consumer:
     """One share of a run's data, seen from the trainer."""
@@ -34,7 +46,7 @@ class Consumer:
     ledger: Ledger
     run: str
     epoch: int
-    stream: TaskStream
+    stream: Stream
     waits: Waits
     share: int = 0
 
@@ -43,7 +55,7 @@ class Consumer:
         drawn, _ = self.ledger.call(tasks.progress, self.run, self.share)
         return self.stream.position(drawn)
 
-    def verify_data(self, position: dict[str, Any]) -> None:
+    def verify_data(self, position: Mapping[str, Any]) -> None:
         """Check that the data is what the run has drawn so far.
 
         Raises:
@@ -90,17 +102,19 @@ class Consumer:
             handed = self.ledger.call(self._hand_over)
             if handed.submitted:
                 failpoints.reach("h_done")
-            if handed.need_batch is None:
+            if handed.need_batch is None or not self._register(handed.need_batch):
                 return
-            self._register(handed.need_batch)
 
     def read(self, plan: Planned) -> list[list[Rollout]]:
         """The rollouts of the planned parts, in plan order."""
         rows = [(row.group, row.part) for row in plan.rows]
         return self.ledger.call(segments.members, self.run, rows) if rows else []
 
-    def _register(self, batch: int) -> None:
+    def _register(self, batch: int) -> bool:
+        """Record a batch, or the end of the data; False: it is not known yet."""
         drawn = self.stream.batch(batch)
+        if drawn is None:
+            return False
         if drawn:
             after = self.stream.position(batch + 1)
             self.ledger.call(
@@ -108,6 +122,7 @@ class Consumer:
             )
         else:
             self.ledger.call(tasks.end_of_data, self.run, self.epoch, self.share, batch)
+        return True
 
     def _hand_over(self, tx: Tx) -> HandedOver:
         handed = tasks.hand_over(tx, self.run, self.epoch, self.share)

@@ -83,12 +83,21 @@ def source_folder(config: RunConfig, scratch: Path) -> Path:
         materialise_tiny(config.model.tiny, scratch)
         return scratch
     assert config.model.path is not None
-    folder = (Path(config.root) / config.model.path).resolve()
+    return existing(Path(config.root) / config.model.path, key="model.path")
+
+
+def existing(path: Path, *, key: str) -> Path:
+    """A model folder that is there, as an absolute path; `key` is what names it, for messages.
+
+    Raises:
+        ConfigError: it is not a folder with config.json and tokenizer.json.
+    """
+    folder = path.resolve()
     missing = [n for n in ("config.json", "tokenizer.json") if not (folder / n).is_file()]
     if missing:
         raise ConfigError(
-            f"model.path = {config.model.path!r} ({folder}) has no {' and no '.join(missing)}; "
-            "give the folder of a Hugging Face causal language model with a fast tokenizer"
+            f"{key} = {str(path)!r} ({folder}) has no {' and no '.join(missing)}; give the folder "
+            "of a Hugging Face causal language model with a fast tokenizer"
         )
     return folder
 

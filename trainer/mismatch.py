@@ -65,3 +65,23 @@ def mismatch(
         "mismatch/chi2_token": torch.exp(2 * d).mean() - 1,
         "mismatch/kl_sample_train_v2": d.square().mean() / 2,
     }
+
+
+def of_tokens(
+    drift: Tensor, on_policy: Tensor, importance: float | tuple[float, float] | None
+) -> dict[str, float]:
+    """The mismatch of a step's tokens, and apart from it that of the on-policy ones.
+
+    `drift/mean` (nats) and `drift/tokens` are the tokens that the very weights now scored had
+    sampled: there trainer and engine must agree.
+
+    Args:
+        drift: `log_ratio(proximal, behavior)` of the tokens that take loss.
+        on_policy: which of them are of the trainer's own version.
+        importance: as in `mismatch`.
+    """
+    told = mismatch(drift, torch.ones_like(on_policy), importance)
+    if bool(on_policy.any()):
+        told["drift/mean"] = drift[on_policy].abs().mean()
+        told["drift/tokens"] = on_policy.sum()
+    return {name: float(value) for name, value in told.items()}

@@ -90,15 +90,18 @@ class Publisher:
     sync_every: int
 
     def publish_if_due(self, version: int, *, first: bool = False) -> None:
-        """Publish `version`, the policy's weights, if the served one is too far behind; wait for it.
+        """`publish`, if the served version is too far behind."""
+        served = self.ledger.call(versions.served, self.run)
+        if served is None or version - served >= self.sync_every:
+            self.publish(version, first=first)
+
+    def publish(self, version: int, *, first: bool = False) -> None:
+        """Publish `version`, which the policy holds, and wait until it is served.
 
         Raises:
             EngineUnavailable: no engine served it within the limit.
             Stopped, Fenced, RunStopped, SourceBroken: as the poll.
         """
-        served = self.ledger.call(versions.served, self.run)
-        if served is not None and version - served < self.sync_every:
-            return
         if self.ledger.call(versions.state, self.run, version) == "computed":
             self._upload(version)
         while not self.ledger.call(versions.publish, self.run, self.epoch, version):

@@ -4,11 +4,11 @@ import logging
 from dataclasses import dataclass
 
 from domain import failpoints
-from storage import checkpoints, records, runs, steps, versions
+from storage import checkpoints, runs, steps
 from storage.database import Tx
 from storage.runs import Run
 from storage.steps import Planned
-from trainer import checkpoint, determinism
+from trainer import batch, booking, checkpoint, determinism
 from trainer.consumer import Consumer, End
 from trainer.creation import Workshop
 from trainer.drift import DriftGuard
@@ -153,51 +153,20 @@ class Session:
     def _compute(self, plan: Planned) -> Outcome:
         """The step's effect on the weights: a function of its plan and the weights before it."""
         determinism.seed_step(self.learner.config.seed, plan.step, self.consumer.share)
-        call, run = self.workshop.ledger.call, self.workshop.run
-        return self.learner.step(
-            self.consumer.read(plan),
-            self.version,
-            latencies=call(records.latencies, run, plan.step),
-            cancelled_tokens=call(records.cancelled_tokens, run, plan.step),
-        )
+        planned = batch.read(self.workshop.ledger, self.consumer, plan)
+        return self.learner.step(planned, self.version)
 
     def _apply(self, plan: Planned, outcome: Outcome) -> None:
         w = self.workshop
         waited = w.waits.take()
-        digest = self._digest()
-
-        def book(tx: Tx) -> None:
-            served = versions.served(tx, w.run)
-            behind = self.version + outcome.updated - (0 if served is None else served)
-            before = records.last(tx, w.run, plan.step).get("totals", {})
-            totals = records.totals(tx, w.run)
-            metrics = outcome.metrics | {f"waited/{kind}": s for kind, s in waited.items()}
-            metrics |= records.environment_metrics(tx, w.run, plan.step)
-            metrics["publish_lag"] = float(behind)
-            steps.apply(
-                tx,
-                w.run,
-                w.epoch,
-                plan.step,
-                updated=outcome.updated,
-                weights_sha256=digest,
-                cause=outcome.cause,
-                metrics=metrics,
-                record={
-                    "updates": self.version + outcome.updated,
-                    "optimizer_updates": outcome.optimizer_updates,
-                    "version": records.oldest(tx, w.run, plan.step),
-                    "lag": max((row.lag for row in plan.rows), default=0),
-                    "groups": len(plan.rows),
-                    "waited": sum(waited.values()),
-                    "waited_for": waited,
-                    "totals": totals,
-                }
-                | records.since(before, totals),
-            )
-            failpoints.reach("apply_mid")
-
-        w.ledger.call(book)
+        done = booking.Done(
+            updated=outcome.updated,
+            weights_sha256=self._digest(),
+            cause=outcome.cause,
+            optimizer_updates=outcome.optimizer_updates,
+            metrics=outcome.metrics,
+        )
+        booking.book(w.ledger, w.run, w.epoch, plan, done, waited)
         _tell(plan, outcome, waited)
         failpoints.reach("apply_done")
 

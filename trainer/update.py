@@ -17,15 +17,13 @@ from torch import Tensor
 
 from domain import failpoints
 from domain.config import RunConfig
-from domain.errors import LedgerError
-from domain.rollouts import Rollout
-from trainer import metrics as figures
+from trainer.batch import Batch
 from trainer.logprobs import Scores
-from trainer.mismatch import log_ratio, mismatch
+from trainer.mismatch import log_ratio, of_tokens
 from trainer.model import Policy
 from trainer.objective import KL, Entropy, loss_mass, policy_loss, pool_metrics, usable_gradient
 from trainer.optimizer import Optimizer, learning_rate
-from trainer.packing import Packed, pack
+from trainer.packing import Packed
 
 Cause = Literal["empty", "no_usable_gradient", "nothing_left", "zero_gradient", "not_finite"]
 """Why a step made no update: no groups; no token that takes loss with an advantage, a KL or an
@@ -67,41 +65,21 @@ class Learner:
     reference: Policy | None = None
     """The initial weights, frozen; needed when there is a KL term."""
 
-    def step(
-        self,
-        groups: Sequence[Sequence[Rollout]],
-        version: int,
-        *,
-        latencies: Sequence[float] = (),
-        cancelled_tokens: Sequence[int] = (),
-    ) -> Outcome:
+    def step(self, batch: Batch, version: int) -> Outcome:
         """Train the groups of one plan, in plan order.
 
         Args:
-            groups: members of each planned part.
+            batch: the planned groups.
             version: policy version before the step.
-            latencies: for the figures (`trainer.metrics`), as the next.
-            cancelled_tokens: sampled ids of the rollouts cancelled in these groups' favour.
 
         Raises:
             LedgerError: a rollout that cannot be packed, scored or be this old; it is named.
         """
-        if not groups:
+        if not batch.groups:
             return Outcome(updated=False, cause="empty")
         started = time.monotonic()
-        rollouts = [rollout for group in groups for rollout in group]
-        try:
-            packed = self._pack(rollouts, version)
-        except ValueError as error:
-            raise LedgerError(f"the rollouts of this step cannot be trained: {error}") from error
-        told = figures.of_batch(
-            rollouts,
-            packed,
-            self.config.trainer,
-            version,
-            latencies=latencies,
-            cancelled_tokens=cancelled_tokens,
-        )
+        packed = batch.pack(self.config, version)
+        told = batch.figures(self.config, packed, version)
         coefficients = (self.config.trainer.kl_coefficient, self.config.trainer.entropy_coefficient)
         if not usable_gradient(packed, *coefficients):
             return Outcome(updated=False, cause="no_usable_gradient", metrics=told)
@@ -116,23 +94,6 @@ class Learner:
             cause=outcome.cause,
             optimizer_updates=outcome.optimizer_updates,
             metrics=told,
-        )
-
-    def _pack(self, rollouts: Sequence[Rollout], version: int) -> Packed:
-        t, schedule = self.config.trainer, self.config.schedule
-        return pack(
-            rollouts,
-            t.width,
-            rows=t.rows if t.overflow == "cut" else None,
-            estimator=t.estimator,
-            truncation=t.truncation,
-            truncation_by_cause=t.truncation_by_cause,
-            support_capacity=t.support_capacity,
-            standardize=t.standardize,
-            overlong=figures.overlong(t),
-            trainer_version=version,
-            max_lag=schedule.max_lag,
-            stale_policy=schedule.stale_policy,
         )
 
     def _descend(self, packed: Packed, version: int) -> Outcome:
@@ -264,14 +225,10 @@ class Learner:
                 same.append((m["versions"] == version)[mask])
                 if scores.entropy is not None:
                     entropies.append(scores.entropy[mask])
-        drift, on_policy = torch.cat(drifts), torch.cat(same)
-        everywhere = torch.ones_like(on_policy)
-        told = mismatch(drift, everywhere, self.config.trainer.importance)
-        told["entropy"] = torch.cat(entropies).mean()
-        if bool(on_policy.any()):
-            told["drift/mean"] = drift[on_policy].abs().mean()
-            told["drift/tokens"] = on_policy.sum()
-        return {name: float(value) for name, value in told.items()}
+        told = of_tokens(torch.cat(drifts), torch.cat(same), self.config.trainer.importance)
+        if entropies:
+            told["entropy"] = float(torch.cat(entropies).mean())
+        return told
 
     @torch.no_grad()
     def _score_frozen(self, policy: Policy, m: _Micro, *, entropy: bool = False) -> Scores:

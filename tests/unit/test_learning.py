@@ -7,6 +7,7 @@ import torch
 from domain.config import RunConfig
 from domain.rollouts import Rollout, Segment, Status
 from trainer import determinism, folders
+from trainer.batch import Batch
 from trainer.model import Policy, weights_digest
 from trainer.optimizer import Optimizer
 from trainer.update import Learner
@@ -98,7 +99,7 @@ def train(folder, updates, seed):
     rewards, version = [], 0
     for _ in range(updates):
         following = draw_batch(trainer.policy, rng, generator, version)
-        outcome = trainer.step(waiting, version)
+        outcome = trainer.step(Batch(groups=waiting), version)
         version += outcome.updated
         rewards.append(outcome.metrics["reward/mean"])
         waiting = following

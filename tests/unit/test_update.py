@@ -9,6 +9,7 @@ from domain.config import RunConfig
 from domain.errors import LedgerError
 from domain.rollouts import Rollout, Segment, Status
 from trainer import determinism, folders
+from trainer.batch import Batch
 from trainer.drift import DriftGuard
 from trainer.model import Policy, weights_digest
 from trainer.optimizer import Optimizer
@@ -57,9 +58,11 @@ def state(learner: Learner) -> tuple[bytes, bytes]:
 )
 def test_a_step_that_has_nothing_to_say_leaves_every_bit(tmp_path, settings, groups, cause):
     trainer = learner(tmp_path, **settings)
-    trainer.step([group()] if not settings else [], 0)  # moments that decay would move
+    trainer.step(
+        Batch(groups=[group()] if not settings else []), 0
+    )  # moments that decay would move
     before = state(trainer)
-    outcome = trainer.step(groups, 0)
+    outcome = trainer.step(Batch(groups=groups), 0)
     assert (outcome.updated, outcome.cause, outcome.optimizer_updates) == (False, cause, 0)
     assert state(trainer) == before
 
@@ -69,7 +72,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_moments(tmp_path):
     with torch.no_grad():
         trainer.policy.network.get_output_embeddings().weight[0, 0] = torch.nan
     before = state(trainer)
-    outcome = trainer.step([group()], 0)
+    outcome = trainer.step(Batch(groups=[group()]), 0)
     assert (outcome.updated, outcome.cause) == (False, "not_finite")
     assert state(trainer) == before
 
@@ -79,7 +82,7 @@ def test_the_update_does_not_depend_on_how_rows_are_cut_into_micro_batches(tmp_p
     found = []
     for rows in (1, 2, 8):
         trainer = learner(tmp_path, rows=rows, loss=loss)
-        outcome = trainer.step([group(n) for n in range(4)], 0)
+        outcome = trainer.step(Batch(groups=[group(n) for n in range(4)]), 0)
         assert outcome.updated
         found.append((outcome.metrics["loss"], outcome.metrics["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
@@ -88,10 +91,10 @@ def test_the_update_does_not_depend_on_how_rows_are_cut_into_micro_batches(tmp_p
 
 def test_minibatches_make_several_updates_and_the_first_is_unclipped(tmp_path):
     trainer = learner(tmp_path, minibatches=3, rows=1)
-    outcome = trainer.step([group(n) for n in range(4)], 0)
+    outcome = trainer.step(Batch(groups=[group(n) for n in range(4)]), 0)
     assert outcome.optimizer_updates == 3
-    assert trainer.step([group(n) for n in range(4)], 1).metrics["ppo_kl"] != 0.0
-    once = learner(tmp_path).step([group(n) for n in range(4)], 0)
+    assert trainer.step(Batch(groups=[group(n) for n in range(4)]), 1).metrics["ppo_kl"] != 0.0
+    once = learner(tmp_path).step(Batch(groups=[group(n) for n in range(4)]), 0)
     assert once.metrics["pg_clipfrac"] == 0.0
     assert once.metrics["ppo_kl"] == pytest.approx(0.0, abs=1e-6)
 
@@ -101,7 +104,7 @@ def test_rollouts_that_cannot_be_trained_are_named(tmp_path):
     late = group()
     late[0] = Rollout("0", 0, 0, 0, [Segment([1], [2], [-1.0], "stop", 7)], Status.COMPLETED, 1.0)
     with pytest.raises(LedgerError, match=r"task '0', group 0, sample 0: version 7 is newer"):
-        trainer.step([late], 0)
+        trainer.step(Batch(groups=[late]), 0)
 
 
 def test_the_drift_guard_waits_for_a_second_step():
