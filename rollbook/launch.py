@@ -34,6 +34,8 @@ class Job:
         state: Path,
         *,
         force: bool = False,
+        trainer: bool = True,
+        rollouts: bool = True,
         on_change: Callable[[Report], None] | None = None,
     ) -> None:
         """Prepare, without starting anything.
@@ -43,12 +45,14 @@ class Job:
             services: addresses; a built-in engine is started when it names no engine.
             state: folder of the local stack; logs go to `runs/NAME` in it.
             force: the trainer takes the lease even from a holder that is alive.
+            trainer: whether to start one; a loop of one's own trains by itself,
+            rollouts: and may play its source itself.
             on_change: told each new state of each process.
         """
         self.config = config
         self.folder = state.resolve() / "runs" / config.name
         self._state = state.resolve()
-        self._force = force
+        self._force, self._trainer, self._rollouts = force, trainer, rollouts
         self._own_engine = not services.engines
         if self._own_engine:
             url = f"http://127.0.0.1:{ports.choose(0)}"
@@ -94,8 +98,12 @@ class Job:
         commands = [
             self._command("workflows", "worker", "workflows"),
             self._command("ledger", "worker", "ledger"),
-            self._command("rollouts", "worker", "rollouts", "--environment", c.tasks.environment),
         ]
+        if self._rollouts:
+            environment = c.tasks.environment
+            commands.append(
+                self._command("rollouts", "worker", "rollouts", "--environment", environment)
+            )
         if self._own_engine:
             port = self.services.engines[0].rpartition(":")[2]
             threads = ("--threads", str(c.engine.threads)) if c.engine.threads else ()
@@ -110,6 +118,8 @@ class Job:
                     *threads,
                 ),
             )
+        if not self._trainer:
+            return commands
         force = ("--force",) if self._force else ()
         trainer = self._command(
             TRAINER,

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,9 @@ from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities import namespace
-from domain.config import Services
+from domain import sources
+from domain.config import RunConfig, Services
+from domain.environments import Source
 from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, rollout_queue
 from storage.database import Ledger, check_schema
 
@@ -75,12 +77,50 @@ async def run_worker(
     try:
         async with AsyncExitStack() as stack:
             boot = _boot(stack, kind, services, environments, concurrency, cache)
-            parts = await _unless(stopping, boot)
-            if parts is not None:
-                logger.info("%s worker %s is ready", kind, os.getpid())
-                await _serve(parts, stopping)
+            await _run(boot, stopping, kind)
     finally:
         await asyncio.sleep(EXIT_PAUSE_S)
+
+
+async def run_rollouts(
+    source: Source,
+    services: Services,
+    *,
+    environment: str,
+    concurrency: int,
+    cache: Path,
+    stopping: asyncio.Event,
+) -> None:
+    """Run a rollout worker for a source that exists in this process only, until `stopping` is set.
+
+    Args:
+        source: plays every attempt of the environment, whatever the run's configuration names.
+        services: as `run_worker`, and the next two.
+        environment: task queue, which no other worker must serve.
+        concurrency: attempts at once.
+        cache: folder of model folders.
+        stopping: set it, in this event loop, to drain the worker.
+    """
+    async with AsyncExitStack() as stack:
+
+        async def boot() -> Parts:
+            client = await connect(services)
+            ledger = await _open_ledger(services, "rollouts")
+            stack.callback(ledger.close)
+            return _rollout_parts(
+                *(stack, client, ledger, services, [environment], concurrency, cache),
+                load_source=lambda _: source,
+            )
+
+        await _run(boot(), stopping, "rollouts")
+
+
+async def _run(boot: "Coroutine[Any, Any, Parts]", stopping: asyncio.Event, kind: Kind) -> None:
+    """Boot and serve until told to stop."""
+    parts = await _unless(stopping, boot)
+    if parts is not None:
+        logger.info("%s worker %s is ready", kind, os.getpid())
+        await _serve(parts, stopping)
 
 
 @dataclass(frozen=True)
@@ -211,6 +251,8 @@ def _rollout_parts(
     environments: Sequence[str],
     concurrency: int,
     cache: Path,
+    *,
+    load_source: Callable[[RunConfig], Source] = sources.load,
 ) -> Parts:
     from activities.attempt import Attempts
     from activities.inference import EngineClient
@@ -223,7 +265,7 @@ def _rollout_parts(
     stack.push_async_callback(engines.aclose)
     attempts = Attempts(
         Sampler(ledger=ledger, engines=engines, router=Router(ledger)),
-        Setups(ledger, ObjectStore(services), cache / "models"),
+        Setups(ledger, ObjectStore(services), cache / "models", load_source=load_source),
         worker=f"{socket.gethostname()}:{os.getpid()}",
     )
     workers = [
