@@ -32,29 +32,45 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from domain.rollouts import Task as Task
     from domain.tools import Tool as Tool
     from domain.tools import tool as tool
+    from rollbook.objective import Objective as Objective
+    from rollbook.objective import State as State
+    from rollbook.publishers import EnginePublisher as EnginePublisher
+    from rollbook.publishers import Publisher as Publisher
+    from rollbook.record import SchedulerRecord as SchedulerRecord
+    from rollbook.scheduler import RolloutScheduler as RolloutScheduler
+    from trainer.objective import policy_loss as policy_loss
+    from trainer.objective import usable_gradient as usable_gradient
 
 _HOMES = {
     "AgentError": "domain.errors",
     "BudgetExhausted": "domain.errors",
+    "EnginePublisher": "rollbook.publishers",
     "Env": "domain.environments",
     "HarnessSource": "domain.environments",
     "InfrastructureError": "domain.errors",
+    "Objective": "rollbook.objective",
     "Outcome": "domain.environments",
     "PromptSource": "domain.environments",
+    "Publisher": "rollbook.publishers",
     "Recorder": "domain.environments",
     "Reward": "domain.rollouts",
     "Rollout": "domain.rollouts",
+    "RolloutScheduler": "rollbook.scheduler",
     "RolloutView": "domain.environments",
     "RunConfig": "domain.config",
+    "SchedulerRecord": "rollbook.record",
     "Segment": "domain.rollouts",
     "Services": "domain.config",
     "SessionSource": "domain.environments",
+    "State": "rollbook.objective",
     "Status": "domain.rollouts",
     "Task": "domain.rollouts",
     "Tool": "domain.tools",
     "TurnResult": "domain.environments",
+    "policy_loss": "trainer.objective",
     "task_ids": "domain.environments",
     "tool": "domain.tools",
+    "usable_gradient": "trainer.objective",
 }
 
 __all__ = sorted(_HOMES)

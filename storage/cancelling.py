@@ -104,3 +104,12 @@ def return_groups(tx: Tx, run: str, cause: Literal["close", "reopen"]) -> int:
     )
     close_workflows(tx, run, [group["workflow_id"] for group in groups], cause)
     return len(groups)
+
+
+def in_flight(tx: Tx, run: str) -> int:
+    """Attempts that still run, whatever they have been told."""
+    row = tx.execute(
+        "SELECT count(*) AS n FROM attempts WHERE run_id = %s AND state = 'running'", (run,)
+    ).fetchone()
+    assert row is not None
+    return int(row["n"])

@@ -84,6 +84,8 @@ class Fleet:
         self.scratch, self.answer, self.serves, self.on_load = scratch, answer, serves, on_load
         self.abandoned: set[int] = set()
         """Groups that are abandoned instead of answered."""
+        self.held: set[int] = set()
+        """Groups whose attempts start and go on for ever."""
         self.loaded: list[int] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._play, daemon=True)
@@ -140,12 +142,16 @@ class Fleet:
         if outcome == "complete":
             for sample, attempt in g["samples"]:
                 self._attempt(AttemptIn(run=run, group=g["group"], sample=sample, attempt=attempt))
+        if g["group"] in self.held:
+            return
         finish = FinishGroup(run=run, group=g["group"], gen=g["gen"], outcome=outcome)
         self.ledger.call(groups.finish, finish)
 
     def _attempt(self, i: AttemptIn) -> None:
         started = self.ledger.call(attempts.start, i, worker="played")
         if started.ended is not None:
+            return
+        if i.group in self.held:
             return
         segment, ending = self.answer(started.task, i.sample, started.version)
 
