@@ -192,7 +192,7 @@ def main() -> None:
                 vocab_size=12, n_positions=256, n_embd=64, n_layer=2, n_head=4,
                 bos_token_id=None, eos_token_id=None,
             )  # fmt: skip
-            tiny = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+            tiny = GPT2LMHeadModel(config)
             tiny.save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         model.requires_grad_(False)

@@ -143,7 +143,7 @@ def _empty_model(config: Any, dtype: torch.dtype) -> Any:
     for attention in ("sdpa", "eager"):
         try:
             with no_init_weights():
-                return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                return AutoModelForCausalLM.from_config(
                     config, dtype=dtype, attn_implementation=attention
                 )
         except ValueError as error:

@@ -8,7 +8,7 @@ the same groups, however often their trainers die.
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +16,7 @@ from typing import Any, Self
 from domain.config import RunConfig, Services
 from domain.errors import Fenced
 from domain.ids import fold
-from domain.messages import AttemptIn, BeginGroup, FinishGroup
+from domain.messages import AttemptIn, BeginGroup, Closing, FinishGroup
 from domain.rollouts import Segment, Status, Task
 from storage import attempts, groups, manifests, outbox, segments, versions
 from storage.attempts import Ending
@@ -132,13 +132,13 @@ class Fleet:
             case "publish":
                 self._load(command.run, int(command.payload["version"]))
 
-    def _group(self, run: str, key: str, g: dict[str, Any]) -> None:
+    def _group(self, run: str, key: str, g: Mapping[str, Any]) -> None:
         begin = BeginGroup(
             run=run, group=g["group"], gen=g["gen"], workflow_id=key, first_execution_run_id=key
         )
         if not self.ledger.call(groups.begin, begin):
             return
-        outcome = "abandoned" if g["group"] in self.abandoned else "complete"
+        outcome: Closing = "abandoned" if g["group"] in self.abandoned else "complete"
         if outcome == "complete":
             for sample, attempt in g["samples"]:
                 self._attempt(AttemptIn(run=run, group=g["group"], sample=sample, attempt=attempt))

@@ -48,7 +48,7 @@ class Policy:
         """A network of the folder's architecture with weights drawn from the run's seed."""
         described = _described(folder)
         torch.manual_seed(fold("weights", config.seed))
-        network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        network = AutoModelForCausalLM.from_config(
             described, attn_implementation="sdpa", dtype=getattr(torch, config.model.dtype)
         )
         return cls(network, device, save_memory=config.model.tiny is None)

@@ -49,7 +49,11 @@ def create(ledger: Ledger, config: RunConfig) -> str:
 
 
 def train(name: str, services: Services, fleet: Fleet, **options: Any) -> str:
-    settings = {"holder": "elsewhere:1", "patience_s": 20, "stop": fleet.broken} | options
+    settings: dict[str, Any] = {
+        "holder": "elsewhere:1",
+        "patience_s": 20,
+        "stop": fleet.broken,
+    } | options
     return loop.run(name, services, **settings)
 
 

@@ -33,7 +33,7 @@ def policy() -> Policy:
         vocab_size=16, n_positions=96, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5,
         bos_token_id=None, eos_token_id=3,
     )  # fmt: skip
-    model = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    model = GPT2LMHeadModel(config)
     tensors = {n: p.detach().clone() for n, p in model.named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

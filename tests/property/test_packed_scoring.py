@@ -43,9 +43,7 @@ def network(name: str) -> Any:
             **sizes,
         ),
     }[name]()
-    built = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, attn_implementation="sdpa"
-    )
+    built = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return built.eval()
 
 

@@ -1,6 +1,8 @@
 """The network: packed scoring, supports, digests, and the model folder."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from trainer import folders, model
 from trainer.model import Policy
 
 
-def config(**sections):
+def config(**sections: Any) -> RunConfig:
     return RunConfig.parse(
         {
             "name": "t",
@@ -27,17 +29,20 @@ def config(**sections):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread() -> None:
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     folder = folders.source_folder(config(), tmp_path_factory.mktemp("tiny"))
     return Policy.build(folder, config(), torch.device("cpu"))
 
 
-def packed(*rows):
+Row = list[tuple[list[int], int]]
+
+
+def packed(*rows: Row) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Micro-batch of rows of chains; each chain is (ids, number of prompt ids)."""
     width = max(sum(len(ids) for ids, _ in row) for row in rows) + 2
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -53,13 +58,13 @@ def packed(*rows):
     return ids, positions, sampled
 
 
-def alone(policy, chain, prompt, temperature=1.0):
+def alone(policy: Policy, chain: list[int], prompt: int, temperature: float = 1.0) -> list[float]:
     logits = policy.network(torch.tensor([chain]), use_cache=False).logits[0] / temperature
     scores = logits.detach().log_softmax(-1)
     return [float(scores[t - 1, chain[t]]) for t in range(prompt, len(chain))]
 
 
-def test_packed_scores_equal_those_of_each_chain_alone(tiny):
+def test_packed_scores_equal_those_of_each_chain_alone(tiny: Policy) -> None:
     chains = [([1, 2, 3, 10, 3, 2, 1, 11], 4), ([4, 10, 4], 2), ([5], 1), ([7, 10, 7, 11], 2)]
     ids, positions, sampled = packed(chains[:3], chains[3:])
     with torch.no_grad():
@@ -69,12 +74,14 @@ def test_packed_scores_equal_those_of_each_chain_alone(tiny):
     assert bool((scores.log_probs[~sampled] == 0).all())
 
 
-def test_the_head_in_chunks_gives_the_same_scores_and_gradients(tiny, monkeypatch):
+def test_the_head_in_chunks_gives_the_same_scores_and_gradients(
+    tiny: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = packed([([1, 2, 3, 10, 3, 2, 1, 11], 4), ([4, 10, 4, 11], 2)])
 
-    def gradients():
+    def gradients() -> dict[str, torch.Tensor]:
         tiny.network.zero_grad()
-        tiny.score(*rows).log_probs.sum().backward()
+        tiny.score(*rows).log_probs.sum().backward()  # type: ignore[no-untyped-call]
         return {n: p.grad.clone() for n, p in tiny.parameters().items() if p.grad is not None}
 
     whole, scores = gradients(), tiny.score(*rows).log_probs
@@ -84,11 +91,11 @@ def test_the_head_in_chunks_gives_the_same_scores_and_gradients(tiny, monkeypatc
         assert torch.allclose(gradient, whole[name], atol=1e-5), name
 
 
-def test_packing_is_checked_at_start_up(tiny, monkeypatch):
+def test_packing_is_checked_at_start_up(tiny: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiny.check_packing() < 1e-5
     right = tiny.network.base_model.forward
 
-    def forgetful(*args, position_ids=None, **kwargs):
+    def forgetful(*args: Any, position_ids: object = None, **kwargs: Any) -> Any:
         return right(*args, **kwargs)
 
     monkeypatch.setattr(tiny.network.base_model, "forward", forgetful)
@@ -96,9 +103,18 @@ def test_packing_is_checked_at_start_up(tiny, monkeypatch):
         tiny.check_packing()
 
 
-def test_a_llama_folder_with_gradient_checkpointing_packs_right(tmp_path):
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 40}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.5}
+def test_a_llama_folder_with_gradient_checkpointing_packs_right(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 40,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_dropout": 0.5,
+    }
     network = AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads))
     network.save_pretrained(tmp_path)
     Tokenizer.from_str(_any_tokenizer()).save(str(tmp_path / "tokenizer.json"))
@@ -106,11 +122,11 @@ def test_a_llama_folder_with_gradient_checkpointing_packs_right(tmp_path):
     assert policy.network.is_gradient_checkpointing
     assert policy.check_packing() < 1e-5
     assert model.weights_digest(policy.weights()) == model.weights_digest(network.state_dict())
-    policy.score(*packed([([1, 2, 3, 4], 1)])).log_probs.sum().backward()
+    policy.score(*packed([([1, 2, 3, 4], 1)])).log_probs.sum().backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is not None for p in policy.parameters().values())
 
 
-def _any_tokenizer():
+def _any_tokenizer() -> str:
     return json.dumps(
         {
             "version": "1.0",
@@ -120,7 +136,7 @@ def _any_tokenizer():
     )
 
 
-def test_the_digest_sees_every_bit_name_and_shape():
+def test_the_digest_sees_every_bit_name_and_shape() -> None:
     base = {"a": torch.zeros(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
     changed = {"a": torch.zeros(2, 3), "b": base["b"]}
     changed["a"][1, 2] = -0.0
@@ -135,7 +151,7 @@ def test_the_digest_sees_every_bit_name_and_shape():
     assert model.weights_digest(dict(reversed(base.items()))) == model.weights_digest(base)
 
 
-def test_weights_come_back_and_foreign_ones_are_refused(tiny):
+def test_weights_come_back_and_foreign_ones_are_refused(tiny: Policy) -> None:
     before = {n: t.clone() for n, t in tiny.weights().items()}
     with torch.no_grad():
         next(iter(tiny.parameters().values())).add_(1.0)
@@ -145,7 +161,7 @@ def test_weights_come_back_and_foreign_ones_are_refused(tiny):
         tiny.load({"other": torch.zeros(1)})
 
 
-def test_the_tiny_tokenizer_knows_each_character(tmp_path):
+def test_the_tiny_tokenizer_knows_each_character(tmp_path: Path) -> None:
     folders.materialise_tiny(TinyModel(), tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.encode("123=").ids == [1, 2, 3, 10]
@@ -153,7 +169,7 @@ def test_the_tiny_tokenizer_knows_each_character(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 11
 
 
-def test_the_folder_in_the_store_holds_no_weights_and_states_the_dtype(tmp_path):
+def test_the_folder_in_the_store_holds_no_weights_and_states_the_dtype(tmp_path: Path) -> None:
     folders.materialise_tiny(TinyModel(), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"x")
     files = folders.description_files(tmp_path, "bfloat16")
@@ -162,7 +178,7 @@ def test_the_folder_in_the_store_holds_no_weights_and_states_the_dtype(tmp_path)
     assert folders.files_digest(files) != folders.files_digest(files | {"config.json": b"{}"})
 
 
-def test_a_folder_without_a_tokenizer_is_refused_with_the_file_it_lacks(tmp_path):
+def test_a_folder_without_a_tokenizer_is_refused_with_the_file_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         folders.source_folder(config(model={"path": str(tmp_path)}), tmp_path)

@@ -1,6 +1,7 @@
 """One optimizer step: when it moves nothing, and what it must not depend on."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ def learner(folder: Path, **trainer: object) -> Learner:
     return Learner(config, policy, Optimizer(policy.parameters(), config.trainer))
 
 
-def group(number: int = 0, rewards: tuple[float, ...] = (1.0, 0.0, 0.5), *, logprob: float = -2.5):
+def group(
+    number: int = 0, rewards: tuple[float, ...] = (1.0, 0.0, 0.5), *, logprob: float = -2.5
+) -> list[Rollout]:
     """Members of different lengths; their tokens follow from number and sample."""
     members = []
     for sample, reward in enumerate(rewards):
@@ -56,7 +59,9 @@ def state(learner: Learner) -> tuple[bytes, bytes]:
         ({"importance": (0.999, 1.001)}, [group(logprob=-9.0)], "zero_gradient"),
     ],
 )
-def test_a_step_that_has_nothing_to_say_leaves_every_bit(tmp_path, settings, groups, cause):
+def test_a_step_that_has_nothing_to_say_leaves_every_bit(
+    tmp_path: Path, settings: dict[str, Any], groups: list[list[Rollout]], cause: str
+) -> None:
     trainer = learner(tmp_path, **settings)
     trainer.step(
         Batch(groups=[group()] if not settings else []), 0
@@ -67,7 +72,7 @@ def test_a_step_that_has_nothing_to_say_leaves_every_bit(tmp_path, settings, gro
     assert state(trainer) == before
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_the_moments(tmp_path):
+def test_a_gradient_that_is_not_finite_never_reaches_the_moments(tmp_path: Path) -> None:
     trainer = learner(tmp_path)
     with torch.no_grad():
         trainer.policy.network.get_output_embeddings().weight[0, 0] = torch.nan
@@ -78,7 +83,9 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_moments(tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
-def test_the_update_does_not_depend_on_how_rows_are_cut_into_micro_batches(tmp_path, loss):
+def test_the_update_does_not_depend_on_how_rows_are_cut_into_micro_batches(
+    tmp_path: Path, loss: str
+) -> None:
     found = []
     for rows in (1, 2, 8):
         trainer = learner(tmp_path, rows=rows, loss=loss)
@@ -89,7 +96,7 @@ def test_the_update_does_not_depend_on_how_rows_are_cut_into_micro_batches(tmp_p
     assert found[2] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
 
 
-def test_minibatches_make_several_updates_and_the_first_is_unclipped(tmp_path):
+def test_minibatches_make_several_updates_and_the_first_is_unclipped(tmp_path: Path) -> None:
     trainer = learner(tmp_path, minibatches=3, rows=1)
     outcome = trainer.step(Batch(groups=[group(n) for n in range(4)]), 0)
     assert outcome.optimizer_updates == 3
@@ -99,7 +106,7 @@ def test_minibatches_make_several_updates_and_the_first_is_unclipped(tmp_path):
     assert once.metrics["ppo_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_rollouts_that_cannot_be_trained_are_named(tmp_path):
+def test_rollouts_that_cannot_be_trained_are_named(tmp_path: Path) -> None:
     trainer = learner(tmp_path)
     late = group()
     late[0] = Rollout("0", 0, 0, 0, [Segment([1], [2], [-1.0], "stop", 7)], Status.COMPLETED, 1.0)
@@ -107,7 +114,7 @@ def test_rollouts_that_cannot_be_trained_are_named(tmp_path):
         trainer.step(Batch(groups=[late]), 0)
 
 
-def test_the_drift_guard_waits_for_a_second_step():
+def test_the_drift_guard_waits_for_a_second_step() -> None:
     guard = DriftGuard("float32")
     assert guard.alarm({"drift/mean": 0.5}) is None
     assert guard.alarm({"drift/mean": 0.001}) is None

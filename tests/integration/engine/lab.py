@@ -58,7 +58,7 @@ class Weights:
     @classmethod
     def random(cls, config: PretrainedConfig, seed: int) -> "Weights":
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(config)
         model.eval()
         tensors = {n: p.detach().clone() for n, p in model.named_parameters()}
         parameters = {p.data_ptr() for p in model.parameters()}
