@@ -17,7 +17,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from activities import relay
 from domain.ids import publish_workflow_id
 from domain.messages import Close, FinishGroup, GroupIn, GroupState, PublishIn
-from storage import census, groups, housekeeping, reopen, runs
+from storage import census, groups, housekeeping, quarantine, reopen, runs
 from storage.census import Open, Silent
 from storage.database import Ledger
 
@@ -56,6 +56,7 @@ class Sweep:
         await self._end_cancelled_attempts()
         await self._lose_silent_attempts()
         await self._restart_publications()
+        await self._quarantine_poison_tasks()
         await self._fail_violated_runs()
 
     async def _reopen_lost_groups(self) -> None:
@@ -141,6 +142,12 @@ class Sweep:
             if status is not WorkflowExecutionStatus.RUNNING:
                 logger.warning("the publication of %s@%s is gone; starting it", run, version)
                 await relay.start_publish(self.client, PublishIn(run=run, version=version))
+
+    async def _quarantine_poison_tasks(self) -> None:
+        """A task whose groups were abandoned again and again by its own failures: set it aside."""
+        for run in await self.ledger.run(census.active_runs):
+            for task, reason in await self.ledger.run(quarantine.set_aside, run):
+                logger.warning("task %s of run %s is quarantined: %s", task, run, reason)
 
     async def _fail_violated_runs(self) -> None:
         """A rule of the ledger is broken: stop that run before it trains on it."""

@@ -76,6 +76,11 @@ class Groups(Section):
     """Platform losses that abandon a group."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds from submission until an attempt is cancelled."""
+    quarantine_after: Positive | None = 3
+    """Groups of one task, abandoned by the task's own failures, after which it is not drawn again
+    (`rollbook quarantine RUN --release TASK`). Without it: never."""
+    stuck_after: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds without progress after which a rollout is shown as stuck."""
     completion: Completion = Completion()
 
 

@@ -11,7 +11,7 @@ import click
 import typer
 
 from domain.errors import ConfigError, LedgerError, ObjectError, RollbookError
-from rollbook.commands import database, look, model, processes, runs, stack
+from rollbook.commands import database, look, model, processes, quarantine, runs, stack
 from rollbook.output import errors
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 runs.register(app)
 look.register(app)
+quarantine.register(app)
 stack.register(app)
 processes.register(app)
 model.register(app)

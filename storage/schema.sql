@@ -154,6 +154,7 @@ ALTER TABLE groups SET (fillfactor = 80); ALTER TABLE attempts SET (fillfactor =
 CREATE UNIQUE INDEX one_live_attempt ON attempts(run_id, group_id, sample) WHERE state IN ('submitted','running') AND cancel_cause IS NULL;
 CREATE UNIQUE INDEX one_member ON attempts(run_id, group_id, sample) WHERE member;
 CREATE INDEX attempts_live ON attempts(run_id, state) WHERE state IN ('submitted','running');
+CREATE INDEX attempts_finished ON attempts USING brin(finished_at) WITH (pages_per_range = 32);   -- rows come in the order of time
 CREATE TABLE segments(run_id text NOT NULL, group_id bigint NOT NULL, sample int NOT NULL, attempt int NOT NULL, seq int NOT NULL CHECK (seq >= 0),
   turn int NOT NULL CHECK (turn >= 0), chain int NOT NULL CHECK (chain >= 0),
   context_start int NOT NULL CHECK (context_start >= 0),                     -- tokens of the chain so far that this prompt extends; 0 starts a chain
@@ -318,8 +319,8 @@ CREATE VIEW stuck_rollouts AS SELECT a.run_id, a.group_id, a.sample, a.attempt, 
 CREATE VIEW lag_histogram AS SELECT run_id, step, lag, count(*) AS groups FROM queue WHERE step IS NOT NULL GROUP BY 1, 2, 3;
 CREATE VIEW resubmissions AS SELECT run_id, resubmitted_as AS cause, counts_as_failure, count(*) AS n, sum(policy_tokens) AS wasted_tokens
   FROM attempts WHERE resubmitted_as IS NOT NULL GROUP BY 1, 2, 3;
-CREATE VIEW reward_by_version AS SELECT run_id, coalesce(oldest_version, pinned_version, submitted_version) AS version, count(*) AS n, avg(reward) AS mean, stddev_samp(reward) AS sd,
-  avg((status = 'truncated')::int) AS truncated FROM attempts WHERE member GROUP BY 1, 2;
+CREATE VIEW reward_by_version AS SELECT a.run_id, coalesce(a.oldest_version, a.pinned_version, a.submitted_version) AS version, count(*) AS n, avg(a.reward) AS mean, stddev_samp(a.reward) AS sd,
+  avg((a.status = 'truncated')::int) AS truncated, r.config #>> '{run,tasks,environment}' AS environment FROM attempts a JOIN runs r USING (run_id) WHERE a.member GROUP BY 1, 2, 7;
 CREATE VIEW token_rate AS SELECT run_id, date_trunc('minute', created_at) AS minute, sum(tokens)/60.0 AS policy_tok_s, sum(prompt_tokens)/60.0 AS prompt_tok_s FROM segments GROUP BY 1, 2;
 CREATE VIEW version_pins AS SELECT v.run_id, v.version, v.state, count(a.run_id) AS pins FROM policy_versions v LEFT JOIN attempts a ON a.run_id = v.run_id AND a.state = 'running'
   AND v.version IN (CASE WHEN a.sampling_version IS NULL THEN a.pinned_version END, a.sampling_version, a.kv_version) GROUP BY 1, 2, 3;
@@ -333,6 +334,25 @@ CREATE VIEW balance AS SELECT r.run_id, coalesce((SELECT sum(b.groups) FROM task
     count(*) FILTER (WHERE place = 'queue') AS queue, count(*) FILTER (WHERE place = 'trained') AS trained, count(*) FILTER (WHERE place = 'cut') AS cut,
     count(*) FILTER (WHERE place = 'cancelled') AS cancelled, count(*) FILTER (WHERE place = 'abandoned') AS abandoned, count(*) FILTER (WHERE place = 'expired') AS expired,
     count(*) FILTER (WHERE place = 'quarantined') AS quarantined, count(*) FILTER (WHERE place = 'nowhere') AS nowhere FROM group_place g WHERE g.run_id = r.run_id) p;
+CREATE VIEW task_balance AS SELECT g.run_id, g.task_id, count(*) AS drawn, count(*) FILTER (WHERE p.place IN ('submitted','queue')) AS open, count(*) FILTER (WHERE p.place = 'trained') AS trained,
+    coalesce(sum(s.stale), 0) AS stale, count(*) FILTER (WHERE p.place = 'cut') AS cut, count(*) FILTER (WHERE p.place = 'cancelled') AS cancelled, count(*) FILTER (WHERE p.place = 'abandoned') AS abandoned,
+    count(*) FILTER (WHERE p.place = 'expired') AS expired, count(*) FILTER (WHERE p.place = 'quarantined') AS quarantined, count(*) FILTER (WHERE p.place IN ('registered','submitted','queue')) AS owed
+  FROM groups g JOIN group_place p USING (run_id, group_id)                   -- stale: rollouts that grew too old and were sampled again
+  LEFT JOIN (SELECT run_id, group_id, count(*) AS stale FROM attempts WHERE resubmitted_as = 'stale' GROUP BY 1, 2) s USING (run_id, group_id) GROUP BY 1, 2;
+CREATE VIEW task_failures AS SELECT a.run_id, g.task_id, a.resubmitted_as AS cause, a.status, a.error_type, a.state = 'lost' AS lost, a.counts_as_failure, count(*) AS n, count(DISTINCT a.group_id) AS groups,
+    count(DISTINCT a.group_id) FILTER (WHERE g.state = 'abandoned') AS abandoned, max(a.finished_at) AS last_at, (array_agg(left(a.error, 500) ORDER BY a.finished_at DESC) FILTER (WHERE a.error IS NOT NULL))[1] AS last_error
+  FROM attempts a JOIN groups g USING (run_id, group_id) WHERE a.counts_as_failure OR a.state = 'lost' GROUP BY 1, 2, 3, 4, 5, 6, 7;
+CREATE VIEW wasted_tokens AS SELECT a.run_id, CASE WHEN a.resubmitted_as IS NOT NULL THEN a.resubmitted_as::text WHEN a.surplus THEN 'surplus' WHEN p.place IN ('cut','cancelled','abandoned','expired') THEN p.place
+      ELSE coalesce(a.cancel_cause, a.status::text) END AS cause, count(*) AS rollouts, sum(a.policy_tokens) AS policy_tokens, sum(a.env_tokens) AS env_tokens
+  FROM attempts a JOIN group_place p USING (run_id, group_id) WHERE a.status IS NOT NULL AND (NOT a.member OR p.place IN ('cut','cancelled','abandoned','expired')) GROUP BY 1, 2;
+CREATE VIEW trained_rollouts AS SELECT q.run_id, q.step, q.pos, q.group_id, q.part, g.task_id, a.sample, a.attempt, s.version_before AS trained_at, a.oldest_version, a.newest_version, q.lag, a.status, a.truncation, a.reward,
+    a.turns, a.policy_tokens, a.submitted_at, a.started_at, a.finished_at, q.admitted_at, s.applied_at
+  FROM queue q JOIN steps s USING (run_id, step) JOIN groups g USING (run_id, group_id) JOIN attempts a ON (a.run_id, a.group_id, a.part) = (q.run_id, q.group_id, q.part) AND a.member WHERE q.step IS NOT NULL;
+CREATE VIEW step_times AS SELECT t.run_id, t.step, t.state, t.version_before, t.updated, t.groups, t.cause, t.planned_at, t.applied_at, t.replays,
+    extract(epoch FROM t.applied_at - coalesce(lag(t.applied_at) OVER w, t.planned_at))::float8 AS seconds, (t.metrics ->> 'time/compute_s')::float8 AS compute_s, p.waited_s,
+    (p.record #>> '{waited_for,groups}')::float8 AS waited_groups_s, (p.record #>> '{waited_for,hold}')::float8 AS waited_hold_s, (p.record #>> '{waited_for,publish}')::float8 AS waited_publish_s,
+    (p.record #>> '{waited_for,resident_limit}')::float8 AS waited_resident_limit_s, (p.record #>> '{waited_for,storage}')::float8 AS waited_storage_s, (p.record #>> '{waited_for,paused}')::float8 AS waited_paused_s
+  FROM steps t LEFT JOIN step_shares p ON (p.run_id, p.step, p.share) = (t.run_id, t.step, 0) WINDOW w AS (PARTITION BY t.run_id ORDER BY t.step);
 CREATE VIEW outstanding AS                                                   -- what has a deadline: queue rows, and groups still sampled (a lower bound: kept members and live attempts)
   SELECT q.run_id, q.share, q.group_id, q.part, true AS ready, q.oldest_version AS version, q.admitted_seq FROM queue q WHERE q.state = 'admitted'
   UNION ALL SELECT g.run_id, g.share, g.group_id, 1, false, coalesce(m.v, g.submitted_version), NULL FROM groups g, LATERAL (SELECT min(coalesce(a.oldest_version, a.pinned_version, a.submitted_version)) AS v

@@ -1,5 +1,6 @@
 """A run's settings as columns of `runs`, where CHECK constraints judge them once more."""
 
+from datetime import timedelta
 from typing import Any
 
 from domain.config import RunConfig
@@ -29,6 +30,7 @@ def columns(config: RunConfig) -> dict[str, Any]:
         "max_attempts": groups.max_attempts,
         "max_stale": groups.max_stale,
         "max_losses": groups.max_losses,
+        "stuck_after": timedelta(seconds=groups.stuck_after),
         "max_empty_batches": schedule.max_empty_batches,
         "timeout_s": groups.timeout,
         "max_generated_tokens": config.budget.max_generated_tokens,

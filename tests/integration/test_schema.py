@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from alembic.script import ScriptDirectory
 from psycopg import conninfo, sql
 from sqlalchemy import create_engine
 
@@ -100,13 +101,14 @@ def test_an_older_schema_is_refused(
     database.upgrade(url)
     folder = tmp_path / "migrations"
     (folder / "versions").mkdir(parents=True)
-    for module in (database.MIGRATIONS / "versions").glob("0001_ledger.*"):
+    for module in (database.MIGRATIONS / "versions").glob("*_*.*"):
         (folder / "versions" / module.name).write_bytes(module.read_bytes())
-    (folder / "versions" / "0002_next.py").write_text(
-        'revision = "0002"\ndown_revision = "0001"\n', encoding="utf-8"
+    head = ScriptDirectory(str(database.MIGRATIONS)).get_current_head()
+    (folder / "versions" / "next.py").write_text(
+        f'revision = "next"\ndown_revision = "{head}"\n', encoding="utf-8"
     )
     monkeypatch.setattr(database, "MIGRATIONS", folder)
-    with pytest.raises(SchemaMismatch, match="revision 0001, this code needs 0002"):
+    with pytest.raises(SchemaMismatch, match=f"revision {head}, this code needs next"):
         database.check_schema(url)
 
 
