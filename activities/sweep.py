@@ -145,7 +145,7 @@ class Sweep:
 
     async def _quarantine_poison_tasks(self) -> None:
         """A task whose groups were abandoned again and again by its own failures: set it aside."""
-        for run in await self.ledger.run(census.active_runs):
+        for run in await self.ledger.run(census.runs_to_tend):
             for task, reason in await self.ledger.run(quarantine.set_aside, run):
                 logger.warning("task %s of run %s is quarantined: %s", task, run, reason)
 
