@@ -29,6 +29,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     kv_max_staleness: int = 0
     """How many versions older than the policy the retained KV may be (built-in engine only)."""
+    swap_kv_bound: int | None = None
+    """None: one version per request. Otherwise newer weights may replace the policy's under the
+    request, if the engine says where, and KV may be so many versions older than the newest."""
 
     @property
     def filtered(self) -> bool:
@@ -105,8 +108,12 @@ def generated(
             raise EngineRefused(
                 f"engine {engine_url} gave log-probability {value} at token {at} for {policy}"
             )
+    spans = _spans(engine_url, policy, params, choice.get("weight_versions") or [], len(ids))
     held = answer.get("weights_sha256")
-    if weights_sha256 is not None and held is not None and held != weights_sha256:
+    swapped = (
+        bool(spans) and spans[-1][0] != policy_version(policy)[1]
+    )  # its digest is the newest's
+    if None not in (weights_sha256, held) and held != weights_sha256 and not swapped:
         raise WrongVersion(
             f"engine {engine_url} sampled {policy} with weights {held}, not {weights_sha256}"
         )
@@ -116,15 +123,19 @@ def generated(
         sampled_ids=tuple(ids),
         logprobs=tuple(float(value) for value in logprobs),
         finish_reason=reason,
-        spans=_spans(engine_url, policy, choice.get("weight_versions") or [], len(ids)),
+        spans=spans,
         cached_prompt_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        kv_version=_kv_version(engine_url, policy, params, choice.get("kv_version")),
+        kv_version=_kv_version(engine_url, policy, params, spans, choice.get("kv_version")),
         support=_support(engine_url, choice, ids) if params.filtered else None,
     )
 
 
 def _spans(
-    engine_url: str, policy: str, labels: Sequence[Mapping[str, Any]], sampled: int
+    engine_url: str,
+    policy: str,
+    params: SamplingParams,
+    labels: Sequence[Mapping[str, Any]],
+    sampled: int,
 ) -> tuple[tuple[int, int], ...]:
     """`(version, tokens)`; the policy's version alone where the engine has no numbered labels.
 
@@ -141,19 +152,32 @@ def _spans(
         (int(label["version"]), after - before)
         for label, (before, after) in zip(labels, pairwise(edges), strict=True)
     )
-    if any(found != version for found, _ in spans):
+    found = [span_version for span_version, _ in spans]
+    newer = params.swap_kv_bound is not None and all(a < b for a, b in pairwise([-1, *found]))
+    if any(v != version for v in found) and not (newer and found[0] >= version):
         raise WrongVersion(f"engine {engine_url} sampled {policy} with versions {spans}")
     return spans
 
 
 def _kv_version(
-    engine_url: str, policy: str, params: SamplingParams, found: int | None
+    engine_url: str,
+    policy: str,
+    params: SamplingParams,
+    spans: Sequence[tuple[int, int]],
+    found: int | None,
 ) -> int | None:
     version = policy_version(policy)[1]
-    if found is not None and not version - params.kv_max_staleness <= found <= version:
+    newest = spans[-1][0] if spans else version
+    bound = params.kv_max_staleness if newest == version else params.swap_kv_bound or 0
+    if newest != version and found is None:
         raise WrongVersion(
-            f"engine {engine_url} extended KV of version {found} for {policy}; the bound is "
-            f"{params.kv_max_staleness} versions"
+            f"engine {engine_url} swapped weights under a request of {policy} and does not say "
+            "which version's KV it went on with"
+        )
+    if found is not None and not newest - bound <= found <= newest:
+        raise WrongVersion(
+            f"engine {engine_url} extended KV of version {found} for {policy} at version {newest}; "
+            f"the bound is {bound} versions"
         )
     return found
 

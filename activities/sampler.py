@@ -94,6 +94,7 @@ class Sampler:
 
     async def _ask(self, request: Request) -> Answer:
         i, config = request.attempt, request.config
+        segment = config.sampling.policy == "segment"
         choice = await self._choose(request)
         version, stale = choice.version, choice.version - choice.anchor
         policy = policy_name(i.run, version)
@@ -106,6 +107,7 @@ class Sampler:
             min_p=config.sampling.min_p,
             stop_token_ids=request.stop_ids,
             kv_max_staleness=stale,
+            swap_kv_bound=config.sampling.kv_cache.max_staleness if segment else None,
         )
         weights = await self._router.weights_sha256(i.run, version)
         async with self._router.engine(i.run, version, prefer=request.prefer) as url:
@@ -117,13 +119,13 @@ class Sampler:
                 request_id=f"{i.run}.g{i.group}.s{i.sample}.a{i.attempt}"
                 f".f{request.started.fence}.{request.number}",
                 # Under "segment" a prefix outlives its version, within the bound that is sent along.
-                salt=i.run if config.sampling.policy == "segment" else policy,
+                salt=i.run if segment else policy,
                 weights_sha256=weights,
                 on_partial=lambda found: request.partial.append(Answer(found, url, version)),
             )
             if generated.finish_reason == "abort":
                 raise EngineUnavailable(f"engine {url} gave a request of {policy} up")
-        if stale and generated.kv_version is None:
+        if segment and generated.sampled_ids and generated.kv_version is None:
             raise WrongVersion(
                 f"engine {url} does not say which version's KV it extended for {policy}; "
                 'sampling.policy = "segment" needs an engine that does'

@@ -35,6 +35,8 @@ class StubEngine:
     hold_from: int = 0
     """So many requests are answered at once all the same."""
     kv_version: Callable[[int], int | None] = lambda version: version
+    spans: Callable[[int, int], list[tuple[int, int]]] = lambda version, number: [(version, number)]
+    """`(version, end)` of the spans of an answer, from the version asked for and its length."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     keep_requests: bool = True
     aborted: list[str] = field(default_factory=list)
@@ -70,6 +72,8 @@ class StubEngine:
         if reason == "stop":
             ids[-1] = STOP
         version = int(body["model"].rpartition("@")[2])
+        ends = self.spans(version, number)
+        starts = [0, *(end for _, end in ends)]
         answer = {
             "request_id": body["request_id"],
             "usage": {"prompt_tokens_details": {"cached_tokens": len(body["token_ids"]) // 2}},
@@ -80,7 +84,10 @@ class StubEngine:
                     "logprobs": {
                         "content": [{"token_id": i, "logprob": self.logprob} for i in ids]
                     },
-                    "weight_versions": [{"version": str(version), "start": 0, "end": number}],
+                    "weight_versions": [
+                        {"version": str(v), "start": start, "end": end}
+                        for (v, end), start in zip(ends, starts, strict=False)
+                    ],
                     "kv_version": self.kv_version(version),
                 }
             ],
