@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 
 from activities.inference import EngineClient, Health
 from activities.ledger import AWAY
-from domain.errors import DigestMismatch, EngineError, EngineUnavailable, LedgerError
+from domain.capabilities import missing
+from domain.errors import (
+    DigestMismatch,
+    EngineError,
+    EngineRefused,
+    EngineUnavailable,
+    LedgerError,
+)
 from domain.ids import policy_name, policy_version
-from storage import census, versions
+from storage import census, runs, versions
 from storage.database import Ledger
 
 logger = logging.getLogger(__name__)
@@ -27,12 +34,18 @@ async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, en
 
     Raises:
         EngineUnavailable: no answer, no free slot, or it restarted meanwhile: try again.
-        EngineRefused: the weights are bad, or the name stands for other weights.
+        EngineRefused: the weights are bad, the name stands for other weights, or the engine cannot
+            do what the run needs.
         DigestMismatch, WrongVersion: it loaded other weights.
     """
     weights = await ledger.run(versions.weights, run, version)
     name = policy_name(run, version)
-    await _make_room(ledger, engines, engine, name)
+    health = await engines.health(engine)
+    config = (await ledger.run(runs.read, run)).config
+    lacks = missing(config, max_resident=health.max_resident, capabilities=health.capabilities)
+    if lacks:
+        raise EngineRefused(f"engine {engine} cannot sample for run {run}: {'; '.join(lacks)}")
+    await _make_room(ledger, engines, engine, health, name)
     incarnation = await engines.load(engine, name, weights.manifest_key, weights.sha256.hex())
     acknowledged = await ledger.run(
         versions.acknowledge, run, engine, incarnation, version, weights.sha256
@@ -43,12 +56,13 @@ async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, en
         )
 
 
-async def _make_room(ledger: Ledger, engines: EngineClient, engine: str, name: str) -> None:
+async def _make_room(
+    ledger: Ledger, engines: EngineClient, engine: str, health: Health, name: str
+) -> None:
     """If no slot is free, unload what no run needs, then what this run serves and nobody pins.
 
     An engine with one slot swaps. What another run serves, or a publication is loading, stays.
     """
-    health = await engines.health(engine)
     if name in health.policies:
         return
     surplus = len(health.policies) + 1 - health.max_resident

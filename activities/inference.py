@@ -49,6 +49,8 @@ class Health:
     """Weights digest by policy name."""
     running: int
     waiting: int
+    capabilities: frozenset[str] = frozenset()
+    """Names of `domain.capabilities`; an engine that does not say has none."""
 
 
 @dataclass(slots=True)
@@ -213,6 +215,7 @@ class EngineClient:
         numbers = ("incarnation", "max_resident", "running", "waiting")
         return Health(
             policies=required(engine_url, body, "policies", dict),
+            capabilities=frozenset(body.get("capabilities") or ()),
             **{name: required(engine_url, body, name, int) for name in numbers},
         )
 

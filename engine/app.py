@@ -19,6 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from domain.capabilities import BUILT_IN
 from domain.errors import ObjectError
 from domain.ids import policy_version
 from engine.policies import Unsupported
@@ -164,6 +165,7 @@ class Engine:
             {
                 "incarnation": self._residents.incarnation,
                 "max_resident": self._residents.max_resident,
+                "capabilities": BUILT_IN,
                 "policies": self._residents.policies(),
                 "running": self._scheduler.running,
                 "waiting": self._scheduler.waiting,

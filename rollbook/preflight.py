@@ -7,6 +7,7 @@ from pathlib import Path
 from activities.chat import Chat
 from activities.play import rehearse
 from domain import sources
+from domain.capabilities import BUILT_IN, missing
 from domain.config import RunConfig
 from domain.errors import ConfigError
 from storage import datasets
@@ -22,12 +23,20 @@ class Plan:
     """None: the data repeats until the step target."""
 
 
-def check(config: RunConfig) -> Plan:
+def check(config: RunConfig, *, own_engine: bool = False) -> Plan:
     """Load the source, the data and the model's description, as the run will.
+
+    Args:
+        config: of the run.
+        own_engine: the built-in engine of `[engine]` will sample; other engines are asked what
+            they can do before they load the first version.
 
     Raises:
         ConfigError: names the thing, the value and the remedy.
     """
+    lacks = missing(config, max_resident=config.engine.max_resident, capabilities=BUILT_IN)
+    if own_engine and lacks:
+        raise ConfigError(f"the built-in engine cannot sample for this run: {'; '.join(lacks)}")
     source = sources.load(config)
     stream = datasets.open_stream(config)
     if not stream.batch(0):

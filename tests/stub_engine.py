@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from domain.capabilities import BUILT_IN
 from rollbook.stack import ports
 
 STOP = 2
@@ -103,6 +104,7 @@ class StubEngine:
 
     async def health(self, _: Request) -> Response:
         body = {"incarnation": 1, "max_resident": 4, "policies": {}, "running": 0, "waiting": 0}
+        body |= {"capabilities": BUILT_IN}
         return Response(json.dumps(body), media_type="application/json")
 
 

@@ -22,6 +22,7 @@ from typing import Literal
 from domain import failpoints
 from domain.config import Services
 from domain.errors import ConfigError, Fenced, RollbookError, RunStopped
+from domain.risks import acknowledged
 from storage import datasets, runs
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore
@@ -101,6 +102,8 @@ def _train(workshop: Workshop) -> str:
             f"run {found.id} has {found.shares} shares; this trainer is one process and trains "
             "one share: create the run with shares = 1"
         )
+    for risk in acknowledged(found.config):
+        log.warning("run %s: %s", found.id, risk)
     stream = datasets.open_stream(found.config)
     try:
         if found.state == "creating":

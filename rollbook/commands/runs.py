@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from domain.config import RunConfig, Services
+from domain.config import VARIABLES, RunConfig, Services
 from domain.errors import ConfigError, RunExists
+from domain.risks import acknowledged
 from rollbook import preflight
 from rollbook.commands.stack import show_stack
 from rollbook.connect import STATE, open_ledger, services_for
@@ -58,7 +59,7 @@ def run(
     loaded = RunConfig.load(config)
     if name is not None:
         loaded = RunConfig.parse(loaded.model_dump() | {"name": name}, origin="--name")
-    plan = preflight.check(loaded)
+    plan = preflight.check(loaded, own_engine=_own_engine())
     with Stack.up(state, environ=os.environ) as stack:
         ledger = _ledger(stack)
         try:
@@ -71,6 +72,8 @@ def run(
                     f"{state.resolve() / 'runs' / loaded.name / 'logs'}",
                     highlight=False,
                 )
+                for risk in acknowledged(loaded):
+                    console.print(f"  {risk}", style="yellow", markup=False, highlight=False)
             return _train(ledger, loaded, stack.services, state, force=False, json=json)
         finally:
             ledger.close()
@@ -104,7 +107,7 @@ def resume(
             elif found.state == "finished":
                 console.print(f"run {name} is finished at step {found.next_step}; nothing to do")
                 return 0
-            preflight.check(found.config)
+            preflight.check(found.config, own_engine=_own_engine())
             if not json:
                 show_stack(stack, json=False)
             return _train(ledger, found.config, stack.services, state, force=force, json=json)
@@ -166,6 +169,11 @@ def unpause(name: Name, state: State = STATE, json: Json = False) -> None:
         print_json({"run": name, "state": "running"})
     else:
         console.print(f"run {name} goes on")
+
+
+def _own_engine() -> bool:
+    """Whether the run starts an engine of its own, because the environment names none."""
+    return not os.environ.get(VARIABLES["engines"])
 
 
 def _ledger(stack: Stack) -> Ledger:

@@ -36,6 +36,7 @@ from domain.rollouts import Status
 from storage import attempts, housekeeping, outbox, runs, versions
 from storage.attempts import Ending
 from storage.census import Silent
+from storage.census import live_engines as live
 from storage.database import Ledger
 from tests.recording import keep
 from tests.rehearsal import ENGINE, Rehearsal, configuration
@@ -196,13 +197,17 @@ async def client(temporal_address: str) -> AsyncIterator[Client]:
     await asyncio.sleep(0.5)  # temporalio 1.35 may crash an interpreter that exits sooner
 
 
-@pytest.fixture
-def scene(client: Client, ledger: Ledger, ledger_url: str) -> Scene:
+def staged(client: Client, ledger: Ledger, ledger_url: str, **sections: Any) -> Scene:
     name = f"r{secrets.token_hex(5)}"
-    config = configuration(name=name, tasks={"environment": name})
+    config = configuration(name=name, tasks={"environment": name}, **sections)
     run = Rehearsal(ledger, config, batches=4).begin()
     run.do("UPDATE outbox SET done_at = now()")  # version 0 is served already
     return Scene(client, ledger, ledger_url, run, Engines(), Rollouts(ledger))
+
+
+@pytest.fixture
+def scene(client: Client, ledger: Ledger, ledger_url: str) -> Scene:
+    return staged(client, ledger, ledger_url)
 
 
 async def until(happened: Callable[[], Any], *, seconds: float = 20.0) -> None:
@@ -377,7 +382,11 @@ async def test_a_version_is_served_once_every_live_engine_holds_it(scene: Scene)
         steward.cancel()
 
 
-async def test_an_engine_with_one_slot_swaps(scene: Scene) -> None:
+async def test_an_engine_with_one_slot_swaps(
+    client: Client, ledger: Ledger, ledger_url: str
+) -> None:
+    synchronous = {"ahead": 0, "max_lag": 0}
+    scene = staged(client, ledger, ledger_url, schedule=synchronous)
     url = scene.engines.add("http://a", max_resident=1)
     scene.run.do("DELETE FROM engine_versions")
     scene.run.do("DELETE FROM engines")
@@ -422,6 +431,23 @@ async def test_a_slow_engine_and_one_that_refuses_do_not_hold_up_the_others(scen
         assert out["acknowledged"] == 1
         await keep(handle, "publish_slow_and_refusing")
         assert [route.engine for route in _routes(scene, 1)] == ["http://ready"]
+
+
+async def test_v12_an_engine_that_lacks_what_the_run_needs_stops_it_before_anything_is_sampled(
+    scene: Scene,
+) -> None:
+    url = scene.engines.add("http://a", max_resident=1)
+    scene.run.do("DELETE FROM engine_versions")
+    scene.run.do("DELETE FROM engines")
+    async with scene.workers(), asyncio.TaskGroup() as tasks:
+        steward = tasks.create_task(scene.steward(url).run())
+        await until(lambda: url in [e for e, _ in scene.ledger.call(live, scene.run.run)])
+        publish(scene, 1)
+        await until(lambda: scene.run.now().state == "failed")
+        steward.cancel()
+    assert "engine http://a cannot sample for run" in str(scene.run.now().failure)
+    assert "it holds 1 versions" in str(scene.run.now().failure)
+    assert scene.engines.loads == []
 
 
 async def test_a_version_that_every_engine_refuses_stops_the_run(scene: Scene) -> None:

@@ -1,0 +1,124 @@
+"""An engine that cannot do what a run needs is refused before anything is sampled."""
+
+from typing import Any
+
+import pytest
+
+from domain.capabilities import BUILT_IN, missing
+from domain.config import RunConfig
+from domain.risks import acknowledged
+
+
+def config(**tables: Any) -> RunConfig:
+    base: dict[str, Any] = {
+        "name": "r",
+        "steps": 3,
+        "tasks": {"source": "m:s", "dataset": "m:d"},
+        "model": {"path": "model"},
+    }
+    return RunConfig.parse(base | tables)
+
+
+SEGMENT = {"policy": "segment", "kv_cache": {"max_staleness": 1}}
+REFILL = {
+    "policy": "segment",
+    "kv_cache": {"max_staleness": 1, "on_limit": "refill", "allow_reprefill": True},
+}
+FILTERED = {
+    "sampling": {"top_k": 2},
+    "trainer": {"width": 8, "support_capacity": 16},
+    "budget": {"max_generated_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("stale_policy", ["wait", "resubmit"])
+@pytest.mark.parametrize(("slots", "enough"), [(2, False), (3, True)])
+def test_v12_trajectory_needs_a_slot_for_each_version_within_the_bound(
+    stale_policy: str, slots: int, enough: bool
+) -> None:
+    c = config(schedule={"stale_policy": stale_policy, "max_lag": 2})
+    said = missing(c, max_resident=slots, capabilities=())
+    assert (said == []) is enough
+    assert enough or "holds 2 versions" in said[0]
+    assert enough or "max_lag = 2" in said[0]
+
+
+def test_v12_pins_without_a_bound_are_left_to_the_resident_limit() -> None:
+    schedule = {"stale_policy": "mask_span", "allow_trajectory_loss": True}
+    assert missing(config(schedule=schedule), max_resident=1, capabilities=()) == []
+
+
+@pytest.mark.parametrize(
+    ("tables", "lacking"),
+    [
+        ({"sampling": SEGMENT}, "version_spans"),
+        ({"sampling": SEGMENT}, "kv_provenance"),
+        ({"sampling": SEGMENT}, "retained_kv"),
+        ({"sampling": REFILL}, "refill"),
+        (FILTERED, "kept_sets"),
+    ],
+)
+def test_a_missing_capability_is_named_with_the_setting_that_needs_it(
+    tables: dict[str, Any], lacking: str
+) -> None:
+    c = config(**tables)
+    assert missing(c, max_resident=4, capabilities=BUILT_IN) == []
+    without = [name for name in BUILT_IN if name != lacking]
+    (said,) = missing(c, max_resident=4, capabilities=without)
+    assert f"lacks '{lacking}'" in said
+
+
+def test_the_default_run_needs_nothing_special_and_risks_nothing() -> None:
+    assert missing(config(), max_resident=3, capabilities=()) == []
+    assert acknowledged(config()) == []
+
+
+MASK = {"stale_policy": "mask_span", "allow_trajectory_loss": True}
+DEADLINE = {"mode": "deadline", "max_straggler_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"schedule": MASK}, ["mask_span", "a slow one loses all", "frac_masked"]),
+        (
+            {"schedule": MASK, "sampling": SEGMENT},
+            ["more than 2 versions old", "no single version"],
+        ),
+        (
+            {"schedule": {"stale_policy": "keep", "allow_unbounded_staleness": True}},
+            ["any age", "5.0", "lag/max"],
+        ),
+        (
+            {"schedule": {"allow_trajectory_loss": True}, "groups": {"completion": DEADLINE}},
+            ["9 tokens after 2", "trained truncated"],
+        ),
+        (
+            {
+                "schedule": MASK,
+                "groups": {"completion": {**DEADLINE, "on_stragglers": "discard"}},
+            },
+            ["missing from the baseline"],
+        ),
+        (
+            {
+                "schedule": MASK,
+                "groups": {"completion": {**DEADLINE, "on_stragglers": "carry_over"}},
+                "trainer": {"estimator": "batch"},
+            },
+            ["later than their siblings"],
+        ),
+        ({"sampling": REFILL}, ["computed again", "cached_prompt_fraction"]),
+        ({"sampling": {"on_resident_limit": "cancel"}}, ["oldest rollouts are cancelled"]),
+        (
+            {
+                "schedule": {"order": "dataset", "stale_policy": "resubmit"},
+                "trainer": {"overflow": "cut", "rows": 4},
+            },
+            ["groups.size = 8 above trainer.rows = 4"],
+        ),
+    ],
+)
+def test_every_acknowledged_risk_names_its_cost(tables: dict[str, Any], words: list[str]) -> None:
+    said = " ".join(acknowledged(config(**tables)))
+    assert all(word in said for word in words), said
