@@ -127,8 +127,11 @@ def waiting_line(waiting: Mapping[str, Any]) -> str:
         parts.append("publishing")
     if waiting["publish_held_by"]:
         parts.append(f"publish held by {waiting['publish_held_by']}")
-    if waiting["slack"] is not None and waiting["slack"] < 0:
-        parts.append(f"holding for deadline v{waiting['binding_deadline']}")
+    if waiting["binding_group"] is not None:
+        parts.append(
+            f"held by group {waiting['binding_group']} (due at v{waiting['binding_deadline']}) "
+            f"since {waiting['held_since']:%H:%M:%S}"
+        )
     return "now     " + " · ".join(parts)
 
 

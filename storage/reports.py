@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from storage import holds
 from storage.database import Tx
 
 Row = dict[str, Any]
@@ -22,8 +23,15 @@ def runs(tx: Tx) -> list[Row]:
 
 
 def waiting(tx: Tx, run: str) -> Row | None:
-    """What the run waits for now: ready and running groups, slack, a due or held publication."""
-    return tx.execute("SELECT * FROM ledger.waiting WHERE run_id = %s", (run,)).fetchone()
+    """What the run waits for now: ready and running groups, slack, a due or held publication.
+
+    `binding_group` and `held_since` say what holds the step, if it is held.
+    """
+    row = tx.execute("SELECT * FROM ledger.waiting WHERE run_id = %s", (run,)).fetchone()
+    if row is None:
+        return None
+    group, since = holds.binding(tx, run) or (None, None)
+    return row | {"binding_group": group, "held_since": since}
 
 
 def balance(tx: Tx, run: str) -> Row | None:

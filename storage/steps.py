@@ -17,7 +17,7 @@ from typing import Any, Literal
 from domain import failpoints, planning
 from domain.errors import LedgerError, ReplayDiverged, RunStopped
 from domain.planning import Cut, Ready, Running
-from storage import cancelling, candidates, exhaustion, reopen, runs
+from storage import cancelling, candidates, exhaustion, holds, reopen, runs
 from storage.candidates import Candidates
 from storage.database import Tx, canonical, jsonb
 from storage.runs import Run
@@ -291,6 +291,7 @@ def _write(
             return Waiting(kind="wait", reason=decision.reason)
         case planning.Hold():
             group = decision.binding_groups[0]
+            holds.note(tx, run.id, step, decision)
             return Waiting(
                 kind="hold",
                 reason=f"after another update group {group} and those due with it could not all "

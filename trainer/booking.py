@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from domain import failpoints
-from storage import records, steps, versions
+from storage import holds, records, runs, steps, versions
 from storage.database import Ledger, Tx
 from storage.steps import Planned
 
@@ -57,6 +57,7 @@ def book(
         totals = records.totals(tx, run)
         metrics = dict(done.metrics) | {f"waited/{kind}": s for kind, s in waited.items()}
         metrics |= records.environment_metrics(tx, run, plan.step)
+        metrics |= holds.gauge(tx, runs.read(tx, run))
         metrics["publish_lag"] = float(version - (0 if served is None else served))
         record = {
             "updates": version,

@@ -26,6 +26,8 @@ Kind = Literal["groups", "hold", "paused", "publish", "resident_limit", "storage
 
 SHORTEST_S, LONGEST_S = 0.02, 0.5
 _TELL_EVERY_S = 30.0
+HELD_LONG_S = 300.0
+"""Seconds of one hold after which a person should look at the group that binds it."""
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,8 @@ class Waits:
             self._since = self._told = now
         elif (kind, reason) != self._reason or now - self._told > _TELL_EVERY_S:
             level = logging.INFO if now - self._since > 1.0 else logging.DEBUG
+            if kind == "hold" and now - self._since > HELD_LONG_S:
+                level = logging.WARNING
             log.log(level, "waiting for %s (%.0f s): %s", kind, now - self._since, reason)
             self._told = now
         self._reason = (kind, reason)

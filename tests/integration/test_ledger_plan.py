@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from domain.errors import LedgerError
+from storage import holds, reports
 from storage.database import Ledger
 from storage.steps import Planned, Waiting
 from tests.rehearsal import Rehearsal, configuration
@@ -178,9 +179,19 @@ def test_p17_to_p19_advancing_is_held_for_a_group_at_its_deadline(ledger: Ledger
     assert (held.kind, held.binding_deadline, held.slack, held.binding_group) == ("hold", 3, -1, 8)
     seen = run.rows("SELECT slack, binding_deadline, ready, running FROM waiting")
     assert seen == [{"slack": -1, "binding_deadline": 3, "ready": 2, "running": 1}]
+    since = ledger.call(holds.binding, "r1")
+    assert since is not None
+    assert since[0] == 8
+    waiting = ledger.call(reports.waiting, "r1")
+    assert waiting is not None
+    assert (waiting["binding_group"], waiting["held_since"]) == since
+    run.plan()
+    assert ledger.call(holds.binding, "r1") == since  # one hold, however often it is asked
+    assert ledger.call(holds.gauge, run.now()) == {"staleness/slack": -1.0}
     run.end(8, 0, version=1)
     run.admit(8)
     assert run.planned() == [8, 6]
+    assert ledger.call(holds.gauge, run.now()) == {"staleness/slack": 3.0}
 
 
 def test_p20_admission_takes_completion_order(ledger: Ledger) -> None:
