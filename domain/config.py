@@ -81,6 +81,9 @@ class Groups(Section):
     (`rollbook quarantine RUN --release TASK`). Without it: never."""
     stuck_after: Annotated[float, Field(gt=0)] = 300.0
     """Seconds without progress after which a rollout is shown as stuck."""
+    heartbeat: Annotated[float, Field(ge=1)] = 60.0
+    """Seconds without a sign of life after which a rollout's worker is given up, and another goes on
+    or starts again. Workers give one twice a second; a blocked event loop gives none."""
     completion: Completion = Completion()
 
 

@@ -11,7 +11,7 @@ import click
 import typer
 
 from domain.errors import ConfigError, LedgerError, ObjectError, RollbookError
-from rollbook.commands import database, look, model, processes, quarantine, runs, stack
+from rollbook.commands import audit, database, look, model, processes, quarantine, runs, stack
 from rollbook.output import errors
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ quarantine.register(app)
 stack.register(app)
 processes.register(app)
 model.register(app)
+audit.register(app)
 app.add_typer(database.app, name="db")
 
 

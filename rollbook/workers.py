@@ -48,6 +48,9 @@ EXIT_PAUSE_S = 0.5
 
 RETRY_S = 1.0
 
+SWEEP_GRACE_S = 60.0
+"""A start, a close or a heartbeat takes its time: nothing younger is swept."""
+
 
 async def run_worker(
     kind: Kind,
@@ -56,6 +59,7 @@ async def run_worker(
     environments: Sequence[str] = (),
     concurrency: int = 256,
     cache: Path = Path(".rollbook/cache"),
+    grace_s: float = SWEEP_GRACE_S,
 ) -> None:
     """Run one worker until SIGTERM or SIGINT, then drain it.
 
@@ -65,6 +69,7 @@ async def run_worker(
         environments: task queues of a rollout worker, by environment name.
         concurrency: attempts at once in a rollout worker.
         cache: folder in which a rollout worker keeps model folders (tokenizers, no weights).
+        grace_s: seconds that the ledger worker's sweep leaves what it finds in disorder to itself.
 
     Raises:
         SchemaMismatch: the ledger's schema is not this code's.
@@ -76,7 +81,7 @@ async def run_worker(
         loop.add_signal_handler(number, stopping.set)
     try:
         async with AsyncExitStack() as stack:
-            boot = _boot(stack, kind, services, environments, concurrency, cache)
+            boot = _boot(stack, kind, services, environments, concurrency, cache, grace_s)
             await _run(boot, stopping, kind)
     finally:
         await asyncio.sleep(EXIT_PAUSE_S)
@@ -138,6 +143,7 @@ async def _boot(
     environments: Sequence[str],
     concurrency: int,
     cache: Path,
+    grace_s: float,
 ) -> Parts:
     """Connect, and compose the worker; what must be closed goes onto the stack."""
     client = await connect(services)
@@ -147,7 +153,7 @@ async def _boot(
         case "workflows":
             return Parts([workflow_worker(client, ledger)])
         case "ledger":
-            return _ledger_parts(stack, client, ledger, services)
+            return _ledger_parts(stack, client, ledger, services, grace_s)
         case "rollouts":
             return _rollout_parts(stack, client, ledger, services, environments, concurrency, cache)
 
@@ -212,13 +218,13 @@ def workflow_worker(client: Client, ledger: Ledger) -> Worker:
 
 
 def _ledger_parts(
-    stack: AsyncExitStack, client: Client, ledger: Ledger, services: Services
+    stack: AsyncExitStack, client: Client, ledger: Ledger, services: Services, grace_s: float
 ) -> Parts:
     from activities.fleet import Fleet
     from activities.inference import EngineClient
     from activities.publish import EngineActivities
     from activities.relay import Relay
-    from activities.steward import Steward
+    from activities.steward import Rhythm, Steward
     from activities.sweep import Sweep
 
     engines = EngineClient()
@@ -229,7 +235,8 @@ def _ledger_parts(
         client=client,
         fleet=Fleet(ledger, engines, services.engines),
         relay=Relay(ledger, client),
-        sweep=Sweep(ledger, client),
+        sweep=Sweep(ledger, client, grace_s=grace_s),
+        rhythm=Rhythm(sweep=min(Rhythm.sweep, grace_s / 2)),
     )
     worker = Worker(
         client,

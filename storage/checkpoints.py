@@ -176,6 +176,22 @@ def newest(tx: Tx, run: str) -> CheckpointRow:
     return row
 
 
+def oldest(tx: Tx, run: str) -> CheckpointRow:
+    """The earliest checkpoint that is still kept: what can be recomputed begins there.
+
+    Raises:
+        LedgerError: the run has not begun.
+    """
+    row = tx.execute(
+        f"SELECT {_FIELDS} FROM checkpoints "  # noqa: S608
+        "WHERE run_id = %s AND state = 'durable' ORDER BY step LIMIT 1",
+        (run,),
+    ).fetchone()
+    if row is None:
+        raise LedgerError(f"run {run} is {runs.read(tx, run).state} and has no checkpoint yet")
+    return CheckpointRow(**row)
+
+
 def at(tx: Tx, run: str, step: int) -> CheckpointRow | None:
     """The checkpoint of a step, if it is durable."""
     row = tx.execute(

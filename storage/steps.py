@@ -154,11 +154,11 @@ def apply(
             f"planned it, next step is {owner.next_step}"
         )
     groups = tx.execute(
-        "SELECT share, pos, group_id, part, gen FROM queue WHERE run_id = %s AND step = %s "
+        "SELECT 1 FROM queue WHERE run_id = %s AND step = %s "
         "ORDER BY group_id, part, gen FOR NO KEY UPDATE",
         (run, step),
     ).fetchall()
-    digest = sha256(canonical(sorted(tuple(row.values()) for row in groups))).digest()
+    digest = plan_digest(tx, run, step)
     tx.execute("UPDATE queue SET state = 'applied' WHERE run_id = %s AND step = %s", (run, step))
     tx.execute(
         """
@@ -219,6 +219,15 @@ def verify_replay(
     tx.execute(
         "UPDATE steps SET replays = replays + 1 WHERE run_id = %s AND step = %s", (run, step)
     )
+
+
+def plan_digest(tx: Tx, run: str, step: int) -> bytes:
+    """SHA-256 of which groups a step trains, in which order."""
+    rows = tx.execute(
+        "SELECT share, pos, group_id, part, gen FROM queue WHERE run_id = %s AND step = %s",
+        (run, step),
+    ).fetchall()
+    return sha256(canonical(sorted(tuple(row.values()) for row in rows))).digest()
 
 
 def _share_planned(tx: Tx, run: str, step: int, share: int) -> bool:

@@ -118,6 +118,7 @@ def _group_in(
         kept=kept,
         submitted_version=served,
         timeout_s=groups.timeout,
+        heartbeat_s=groups.heartbeat,
         hard_cap_s=CAP_FACTOR * groups.timeout if groups.timeout else CAP_DEFAULT_S,
         completion=groups.completion.mode,
         min_members=groups.completion.min_members if deadline else None,

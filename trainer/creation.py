@@ -114,11 +114,15 @@ class Workshop:
         log.info("run %s begins with weights %s", self.run, weights.manifest_key)
         failpoints.reach("c_row")
 
-    def restore(self, found: Run) -> tuple[Learner, State]:
+    def restore(self, found: Run, *, at_most: int | None = None) -> tuple[Learner, State]:
         """The learner as it stood at the newest checkpoint that can be read.
 
         A checkpoint that is damaged or gone is named, and the one before it taken: the steps since
         then are replayed from their plans, and every digest is compared.
+
+        Args:
+            found: the run.
+            at_most: take none that is newer than this step's.
 
         Raises:
             DigestMismatch, ObjectMissing: no checkpoint can be read.
@@ -137,13 +141,14 @@ class Workshop:
         policy.check_packing()
         optimizer = Optimizer(policy.parameters(), config.trainer)
         reference = self._reference(folder, config, world, device)
-        state = self._load_newest(found, policy, optimizer)
+        assert found.durable_step is not None
+        newest = found.durable_step if at_most is None else min(at_most, found.durable_step)
+        state = self._load_newest(found, newest, policy, optimizer)
         return Learner(config, policy, optimizer, reference), state
 
-    def _load_newest(self, found: Run, policy: Policy, optimizer: Optimizer) -> State:
-        assert found.durable_step is not None
+    def _load_newest(self, found: Run, newest: int, policy: Policy, optimizer: Optimizer) -> State:
         damage: Exception | None = None
-        for step in range(found.durable_step, found.first_step - 1, -1):
+        for step in range(newest, found.first_step - 1, -1):
             row = self.ledger.call(checkpoints.at, self.run, step)
             if row is None:
                 continue

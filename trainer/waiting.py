@@ -8,7 +8,7 @@ process is asked to stop or has lost its run.
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from tenacity import (
     RetryCallState,
@@ -19,7 +19,6 @@ from tenacity import (
 )
 
 from domain.errors import ObjectError
-from trainer.lease import Lease
 
 T = TypeVar("T")
 Kind = Literal["groups", "hold", "paused", "publish", "resident_limit", "storage"]
@@ -34,6 +33,20 @@ log = logging.getLogger(__name__)
 
 class Stopped(Exception):
     """The process was asked to stop while it waited."""
+
+
+class Lease(Protocol):
+    """What tells a waiting trainer that it has lost its run: `trainer.lease.Lease`."""
+
+    def check(self) -> None:
+        """Raise Fenced if it has."""
+
+
+class Unfenced:
+    """For readers, who hold no run that they could lose."""
+
+    def check(self) -> None:
+        """Nothing can be lost."""
 
 
 class Waits:

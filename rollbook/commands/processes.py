@@ -35,6 +35,9 @@ def worker(
     concurrency: Annotated[
         int, typer.Option(help="Rollout attempts at once in a rollout worker.")
     ] = 256,
+    grace: Annotated[
+        float, typer.Option(help="Seconds before a ledger worker sweeps up what has got lost.")
+    ] = 60.0,
     state: State = STATE,
 ) -> None:
     """Run one worker until it is told to stop (SIGTERM drains).
@@ -51,6 +54,7 @@ def worker(
             environments=tuple(environment or ["default"]),
             concurrency=concurrency,
             cache=state / "cache",
+            grace_s=grace,
         )
     )
 

@@ -1,0 +1,460 @@
+"""A real run in real processes, each of which can be killed, frozen, starved or restarted.
+
+    engine · worker workflows · worker ledger · worker rollouts · trainer      (`python -m rollbook …`)
+
+Leases, heartbeats and grace periods are scaled to a second or two. `Stage.check` is the invariant
+suite: whatever was done to the run, it must hold when the run has ended.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psycopg
+from psycopg import conninfo, sql
+from temporalio.client import Client, WorkflowExecutionStatus
+from temporalio.service import RPCError, RPCStatusCode
+
+from domain.config import RunConfig, Services
+from rollbook.root import ROOT
+from rollbook.stack import ports
+from rollbook.stack.supervise import Command, Report, Restart, State, Supervisor, tail
+from storage import database, manifests, runs
+from storage.database import Ledger, Tx
+from storage.objects import ObjectStore
+from tests.ledger_fixtures import check_invariants
+from trainer import audit
+
+PROCESSES = ("engine", "workflows", "ledger", "rollouts", "trainer")
+PATIENCE_S = 120.0
+"""Longest wait for anything; a hang is a failure."""
+
+SOURCE = '''
+"""Three turns with pauses between them, judged by what was said: rewards differ within a group."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from rollbook import Env
+
+PAUSE = Path(__file__).with_name("pause")
+
+
+class Walk(Env):
+    def __init__(self, recovery):
+        self.recovery = recovery
+
+    async def reset(self, task):
+        return [{"role": "user", "content": task.data["prompt"]}]
+
+    async def on_turn(self, rollout):
+        await asyncio.sleep(float(PAUSE.read_text()))  # the tool that a worker dies in
+        return None if rollout.turns == 3 else [{"role": "user", "content": f"{rollout.turns}="}]
+
+    async def snapshot(self, rollout):
+        return rollout.turns
+
+    async def restore(self, rollout, state):
+        assert state == rollout.turns, (state, rollout.turns)
+
+    async def reward(self, rollout, task):
+        said = "".join(m["content"] for m in rollout.messages if m["role"] == "assistant")
+        return sum(map(int, filter(str.isdigit, said))) % 10 / 9
+
+    async def on_truncated(self, rollout, task, cause):
+        return await self.reward(rollout, task)
+
+
+snapshot, stateless, drop = Walk("snapshot"), Walk("stateless"), Walk("drop")
+'''
+
+
+def configuration(name: str, folder: Path, **sections: Any) -> RunConfig:
+    """A small run of three-turn rollouts, its source and data written to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "walk.py").write_text(SOURCE)
+    pause(folder, 0.02)
+    rows = [json.dumps({"id": f"t{i}", "prompt": f"{7 * i % 1000:03d}="}) for i in range(60)]
+    (folder / "tasks.jsonl").write_text("\n".join(rows))
+    table: dict[str, Any] = {
+        "name": name,
+        "steps": 5,
+        "root": str(folder),
+        "tasks": {"source": "walk:snapshot", "dataset": "tasks.jsonl", "batch_size": 2},
+        "groups": {"size": 3, "timeout": 90.0, "heartbeat": 2.0},
+        "schedule": {"order": "dataset", "stale_policy": "resubmit", "max_lag": 3, "ahead": 1},
+        "model": {"tiny": {"dim": 16, "layers": 1, "heads": 2, "max_positions": 48}},
+        "budget": {"max_turns": 4, "max_generated_tokens": 12, "segment_tokens": 2},
+        "trainer": {
+            "width": 48,
+            "rows": 4,
+            "estimator": "mean",
+            "truncation": "score",
+            "lr": 1e-2,
+            "threads": 1,
+        },
+        "checkpoint": {"every": 2, "keep": 100},
+    }
+    for key, value in sections.items():
+        table[key] = table.get(key, {}) | value if isinstance(value, dict) else value
+    return RunConfig.parse(table)
+
+
+def pause(folder: Path, seconds: float) -> None:
+    """How long each turn's tool takes, from now on."""
+    draft = folder / "pause.tmp"
+    draft.write_text(str(seconds))
+    draft.replace(folder / "pause")
+
+
+@dataclass
+class Stage:
+    """The processes of one run. A context manager: leaving it stops them all."""
+
+    services: Services
+    config: RunConfig
+    folder: Path
+    grace_s: float = 2.0
+    supervisor: Supervisor = field(init=False)
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.run = self.config.name
+        self.services = self.services.model_copy(
+            update={"engines": (f"http://127.0.0.1:{ports.choose(0)}",)}
+        )
+        self.store = ObjectStore(self.services)
+        self.places: dict[str, Services] = {}
+        """Other addresses for one process, through a proxy."""
+        self.rows: list[dict[str, Any]] = []
+
+    @classmethod
+    @contextmanager
+    def of(cls, services: Services, folder: Path, **sections: Any) -> "Iterator[Stage]":
+        """A stage with a ledger, a namespace, a bucket and a run of its own; nothing runs yet."""
+        name = f"c{secrets.token_hex(4)}"
+        url = new_database(services.database_url, name)
+        own = services.model_copy(
+            update={
+                "database_url": url,
+                "temporal_namespace": name,
+                "s3_bucket": f"bucket-{name}",
+            }
+        )
+        config = configuration(name, folder / "root", **sections)
+        with cls(own, config, folder) as stage:
+            stage.store.prepare()
+            stage.ledger.call(runs.create, config, world={})
+            yield stage
+
+    def __enter__(self) -> Self:
+        self.supervisor = Supervisor(self.folder / "pids")
+        self.ledger = Ledger.open(
+            self.services.database_url, pool=3, application="stage", patience_s=60
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            for name in PROCESSES:
+                said = tail(self.log(name))
+                error.add_note(f"---- {name}\n{said}")
+        self.supervisor.close()
+        self.ledger.close()
+
+    # -- the processes
+
+    def start(self, *names: str, **options: Any) -> None:
+        """Start processes under supervision: they come back when they die."""
+        self.supervisor.start(*(self.command(name, **options) for name in names))
+
+    def start_all(self) -> None:
+        self.start(*PROCESSES)
+
+    def command(
+        self, name: str, *, failpoint: str | None = None, restart: Restart | None = None
+    ) -> Command:
+        port = self.services.engines[0].rpartition(":")[2]
+        limits = ("--max-resident", "6", "--threads", "1")
+        arguments = {
+            "engine": ("engine", "--port", port, *limits),
+            "workflows": ("worker", "workflows"),
+            "ledger": ("worker", "ledger", "--grace", str(self.grace_s)),
+            "rollouts": ("worker", "rollouts"),
+            "trainer": ("trainer", self.run),
+        }[name.partition("-")[0]]
+        if name == "trainer-forced":
+            arguments += ("--force",)
+        services = self.places.get(name, self.services)
+        env = {**os.environ, **services.environment(), "PYTHONPATH": str(ROOT)}
+        env |= {"OMP_NUM_THREADS": "1", "ROLLBOOK_LOG": "INFO"}
+        if failpoint is not None:
+            env["FAILPOINT"] = failpoint
+        once = name.startswith("trainer")
+        return Command(
+            name=name,
+            argv=(sys.executable, "-m", "rollbook", *arguments, "--state", str(self.folder)),
+            log=self.log(name),
+            env=env,
+            cwd=Path(self.config.root),
+            restart=restart
+            or Restart(after="failure" if once else "always", deaths=5 if once else None),
+            stop_grace_s=30,
+        )
+
+    def crash(self, name: str, failpoint: str) -> None:
+        """Run a process that must die at a failpoint; it is not started again."""
+        if any(r.name == name and r.pid for r in self.supervisor.reports()):
+            self.stop(name)
+        self.start(name, failpoint=failpoint, restart=Restart(after="never"))
+        code = self.supervisor.wait(name, timeout_s=PATIENCE_S)
+        assert code == 137, f"{name} did not reach {failpoint}: {code}\n{tail(self.log(name))}"
+
+    def log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def report(self, name: str) -> Report:
+        return next(r for r in self.supervisor.reports() if r.name == name)
+
+    def pid(self, name: str) -> int:
+        """Of the process that is running now; waits for one that is being started again."""
+        found: list[int] = []
+
+        def look() -> bool:
+            pid = self.report(name).pid
+            found[:] = [] if pid is None else [pid]
+            return bool(found)
+
+        self.until(look, f"{name} runs")
+        return found[0]
+
+    def signal(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        pid = self.pid(name)
+        os.kill(pid, number)
+        return pid
+
+    def kill(self, name: str) -> None:
+        """kill -9, and wait until the supervisor has started another."""
+        before = self.report(name).restarts
+        self.signal(name)
+        self.until(lambda: self.report(name).restarts > before, f"{name} is started again")
+
+    def kill_all(self) -> None:
+        """kill -9 of everything at once; nothing comes back by itself."""
+        pids = [r.pid for r in self.supervisor.reports() if r.pid is not None]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # so that nobody sees the others die
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self.supervisor.stop()
+
+    def stop(self, *names: str) -> None:
+        self.supervisor.stop(*names)
+
+    # -- waiting
+
+    def until(self, holds: Callable[[], Any], what: str, *, timeout_s: float = PATIENCE_S) -> None:
+        """Poll until something holds; a run that fails meanwhile fails the test with its cause."""
+        end = time.monotonic() + timeout_s
+        while not holds():
+            if time.monotonic() > end:
+                raise AssertionError(f"after {timeout_s:.0f} s not yet: {what}; {self.story()}")
+            time.sleep(0.05)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.found().next_step >= step, f"step {step} is next")
+
+    def until_rollouts_run(self, *, tokens: int = 1) -> None:
+        """Until rollouts are in the middle of their work."""
+        query = (
+            "SELECT count(*) AS n FROM attempts WHERE run_id = %s AND state = 'running' "
+            "AND policy_tokens >= %s"
+        )
+        self.until(lambda: self.value(query, self.run, tokens), "rollouts are under way")
+
+    def finish(self, *, timeout_s: float = PATIENCE_S) -> None:
+        """Until the trainer has trained the run to its end."""
+
+        def ended() -> bool:
+            found = self.found()
+            assert found.state != "failed", f"{found.failure}"
+            return found.state == "finished"
+
+        self.until(ended, "the run is finished", timeout_s=timeout_s)
+        self.until(
+            lambda: (
+                not any(r.name.startswith("trainer") and r.pid for r in self.supervisor.reports())
+            ),
+            "the trainers have ended",
+        )
+
+    # -- looking
+
+    def found(self) -> runs.Run:
+        return self.ledger.call(runs.read, self.run)
+
+    def query(self, query: str, *args: Any) -> list[dict[str, Any]]:
+        def ask(tx: Tx) -> list[dict[str, Any]]:
+            return tx.execute(query, args).fetchall()
+
+        return self.ledger.call(ask)
+
+    def value(self, query: str, *args: Any) -> Any:
+        (row,) = self.query(query, *args)
+        (value,) = row.values()
+        return value
+
+    def story(self) -> str:
+        """What the ledger says, for a failed test."""
+        waiting = self.query("SELECT * FROM waiting WHERE run_id = %s", self.run)
+        balance = self.query("SELECT * FROM balance WHERE run_id = %s", self.run)
+        live = self.query(
+            "SELECT group_id, sample, attempt, gen, state, cancel_cause, policy_tokens, worker, "
+            "last_progress_at FROM attempts WHERE run_id = %s AND state IN ('submitted', 'running')",
+            self.run,
+        )
+        failure = self.found().failure
+        return f"failure={failure}\n{waiting}\n{balance}\n" + "\n".join(map(str, live))
+
+    # -- the invariant suite
+
+    def check(self) -> None:
+        """Everything that must hold when the run has ended, whatever was done to it."""
+        self.until(self._settled, "the outbox and the workflows of the run have settled")
+        self.ledger.call(check_invariants)
+        found = self.found()
+        assert found.durable_step == found.next_step
+        self._check_tokens()
+        self._check_failures()
+        self._check_objects()
+        self._check_plans()
+        for verdict in audit.replay(self.run, self.services, first=found.first_step):
+            assert verdict.exact, verdict
+
+    def _settled(self) -> bool:
+        """I3, I4: nothing undelivered; no workflow of the run is left."""
+        undone = self.value(
+            "SELECT count(*) FROM outbox WHERE run_id = %s AND done_at IS NULL", self.run
+        )
+        running = self.value(
+            "SELECT count(*) FROM attempts WHERE run_id = %s AND state IN ('submitted', 'running')",
+            self.run,
+        )
+        return not undone and not running and not asyncio.run(self._workflows())
+
+    async def _workflows(self) -> list[str]:
+        client = await self.client()
+        query = f'RollbookRun = "{self.run}" AND ExecutionStatus = "Running"'
+        try:
+            return [w.id async for w in client.list_workflows(query)]
+        except RPCError as error:
+            if error.status is RPCStatusCode.INVALID_ARGUMENT:  # no search attributes: it was wiped
+                return ["unknown"]
+            raise
+
+    async def client(self) -> Client:
+        return await Client.connect(
+            self.services.temporal_address, namespace=self.services.temporal_namespace
+        )
+
+    async def workflow_status(self, workflow_id: str) -> WorkflowExecutionStatus | None:
+        client = await self.client()
+        return (await client.get_workflow_handle(workflow_id).describe()).status
+
+    def _check_tokens(self) -> None:
+        """I9: what an attempt says it sampled is what its segments hold, fences never go back."""
+        wrong = self.query(
+            """
+            SELECT a.group_id, a.sample, a.attempt, a.policy_tokens, s.tokens, s.fences
+            FROM attempts a LEFT JOIN LATERAL (
+                SELECT coalesce(sum(tokens), 0) AS tokens, array_agg(fence ORDER BY seq) AS fences,
+                    array_agg(seq ORDER BY seq) AS seqs
+                FROM segments s WHERE (s.run_id, s.group_id, s.sample, s.attempt)
+                    = (a.run_id, a.group_id, a.sample, a.attempt)) s ON true
+            WHERE a.run_id = %s AND (a.policy_tokens <> s.tokens
+                OR s.fences <> (SELECT array_agg(f ORDER BY f) FROM unnest(s.fences) f)
+                OR s.seqs <> (SELECT array_agg(n - 1 ORDER BY n)
+                    FROM generate_series(1, cardinality(s.seqs)) n))
+            """,
+            self.run,
+        )
+        assert wrong == []
+
+    def _check_failures(self) -> None:
+        """I7, I10: nothing that the platform did is a failure, nothing is cancelled but surplus."""
+        counted = self.query(
+            "SELECT group_id, sample, attempt, status, resubmitted_as, error FROM attempts "
+            "WHERE run_id = %s AND counts_as_failure",
+            self.run,
+        )
+        assert counted == []
+        closed = self.query(
+            "SELECT group_id, state, closed_cause FROM groups WHERE run_id = %s AND state IN "
+            "('cancelled', 'abandoned', 'expired') AND closed_cause NOT IN ('surplus', 'human')",
+            self.run,
+        )
+        assert closed == []
+
+    def _check_objects(self) -> None:
+        """I8: every object that the ledger names is there and is what the ledger says."""
+        named = self.query(
+            "SELECT s3_prefix || '/manifest.json' AS key, manifest_sha256 AS sha FROM checkpoints "
+            "WHERE run_id = %(run)s AND state = 'durable' UNION ALL SELECT weights_key, "
+            "weights_sha256 FROM policy_versions WHERE run_id = %(run)s AND weights_key IS NOT NULL "
+            "AND state <> 'deleted'".replace("%(run)s", "%s"),
+            self.run,
+            self.run,
+        )
+        for row in named:
+            manifest = manifests.read(self.store, row["key"], sha256=bytes(row["sha"]).hex())
+            prefix = row["key"].removesuffix("manifest.json")
+            for name, file in manifest.files.items():
+                self.store.get(prefix + name, sha256=file.sha256)
+
+    def _check_plans(self) -> None:
+        """E4: no part of a group is trained twice, and under `dataset` in the data's order."""
+        rows = self.query(
+            "SELECT q.step, q.pos, q.group_id, q.part, g.batch FROM queue q "
+            "JOIN groups g USING (run_id, group_id) WHERE q.run_id = %s AND q.step IS NOT NULL "
+            "ORDER BY q.step, q.pos",
+            self.run,
+        )
+        parts = [(row["group_id"], row["part"]) for row in rows]
+        assert len(parts) == len(set(parts))
+        if self.config.schedule.order == "dataset":
+            assert all(row["batch"] == row["step"] for row in rows)
+            assert parts == sorted(parts)
+
+
+def new_database(url: str, name: str) -> str:
+    """A migrated ledger of its own beside the given database."""
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    own = conninfo.make_conninfo(url, dbname=name)
+    database.upgrade(own)
+    return own
+
+
+def holder() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+__all__ = ["PROCESSES", "Stage", "State", "configuration", "holder", "pause"]

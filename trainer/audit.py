@@ -1,0 +1,196 @@
+"""Recompute past steps from the ledger and a checkpoint, and compare what they make.
+
+Reads only: no lease, no fence, nothing is written, so a run can be audited while it trains. A step
+is exact if its plan, its rollouts and the state before it give the very weights that were booked.
+If not, every input that the ledger has a digest of is compared, and what differs is named.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from domain.config import Services
+from domain.errors import LedgerError
+from storage import checkpoints, runs, segments, steps
+from storage.database import Ledger, Tx, canonical
+from storage.objects import ObjectStore
+from storage.runs import Run
+from storage.steps import Planned
+from trainer import determinism
+from trainer.creation import Workshop
+from trainer.determinism import World
+from trainer.model import weights_digest
+from trainer.update import Learner
+from trainer.waiting import Unfenced, Waits
+
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of recomputing one step."""
+
+    run: str
+    step: int
+    checkpoint: int
+    """The checkpoint it was recomputed from."""
+    exact: bool
+    booked: str
+    """Digest of the weights after the step, as the ledger has it; hex."""
+    recomputed: str
+    groups: int
+    updated: bool
+    differences: tuple[str, ...] = ()
+    """Inputs that are not what they were when the step was booked; empty if it is exact."""
+
+
+def step(run: str, services: Services, number: int) -> Verdict:
+    """Recompute one step from the newest readable checkpoint before it.
+
+    Raises:
+        LedgerError: the step was not applied.
+        DigestMismatch: no checkpoint before it can be read.
+    """
+    for verdict in replay(run, services, first=None, last=number):
+        if not verdict.exact or verdict.step == number:
+            return verdict
+    raise AssertionError("the last step is always judged")
+
+
+def replay(
+    run: str, services: Services, *, first: int | None, last: int | None = None
+) -> Iterator[Verdict]:
+    """Recompute steps in order, up to and including the first that is not exact.
+
+    Args:
+        run: its name.
+        services: Postgres and the object store.
+        first: the checkpoint to start from; None for the newest before `last`.
+        last: the last step; None for the newest one applied.
+
+    Raises:
+        LedgerError: `last` was not applied, or there is no checkpoint `first`.
+        DigestMismatch: the checkpoints cannot be read.
+    """
+    ledger = Ledger.open(services.database_url, pool=1, application=f"audit {run}")
+    try:
+        found = ledger.call(runs.read, run)
+        final = found.next_step - 1 if last is None else last
+        if not found.first_step <= final < found.next_step:
+            raise LedgerError(
+                f"step {final} of run {run} was not applied; its steps are {found.first_step} to "
+                f"{found.next_step - 1}"
+            )
+        with tempfile.TemporaryDirectory(prefix="rollbook-audit-") as scratch:
+            waits = Waits(lambda: False, Unfenced(), patience_s=PATIENCE_S)
+            store = ObjectStore(services)
+            workshop = Workshop(ledger, store, Path(scratch), waits, run, found.epoch)
+            yield from _replay(workshop, found, first, final)
+    finally:
+        ledger.close()
+
+
+def oldest(run: str, services: Services) -> int:
+    """The oldest checkpoint of a run that is still kept.
+
+    Raises:
+        LedgerError: the run has none.
+    """
+    ledger = Ledger.open(services.database_url, pool=1, application=f"audit {run}")
+    try:
+        return ledger.call(checkpoints.oldest, run).step
+    finally:
+        ledger.close()
+
+
+def _replay(workshop: Workshop, found: Run, first: int | None, last: int) -> Iterator[Verdict]:
+    learner, state = workshop.restore(found, at_most=last if first is None else first)
+    if first is not None and state.step != first:
+        raise LedgerError(
+            f"run {found.id} has no readable checkpoint {first}; the newest before it is "
+            f"{state.step}"
+        )
+    version = state.version
+    before = state.weights_sha256
+    for number in range(state.step, last + 1):
+        plan = workshop.ledger.call(steps.read_plan, found.id, number)
+        assert plan is not None, f"applied step {number} has no plan"
+        booked = workshop.ledger.call(_booked, found.id, number)
+        outcome = _compute(workshop.ledger, found, learner, plan, version)
+        digest = weights_digest(learner.policy.weights())
+        exact = (digest, outcome) == (booked["weights_sha256"], booked["updated"])
+        yield Verdict(
+            run=found.id,
+            step=number,
+            checkpoint=state.step,
+            exact=exact,
+            booked=booked["weights_sha256"].hex(),
+            recomputed=digest.hex(),
+            groups=len(plan.rows),
+            updated=outcome,
+            differences=()
+            if exact
+            else tuple(_differences(workshop.ledger, found, plan, booked, before)),
+        )
+        if not exact:
+            return
+        version, before = version + outcome, digest
+
+
+def _compute(ledger: Ledger, run: Run, learner: Learner, plan: Planned, version: int) -> bool:
+    """Take the step; whether it moved the weights."""
+    determinism.seed_step(run.config.seed, plan.step)
+    rows = [(row.group, row.part) for row in plan.rows]
+    groups = ledger.call(segments.members, run.id, rows) if rows else []
+    return learner.step(groups, version).updated
+
+
+def _differences(
+    ledger: Ledger, run: Run, plan: Planned, booked: dict[str, Any], before: bytes
+) -> Iterator[str]:
+    """The inputs of a step that are not what was booked."""
+    threads = int(run.world["threads"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = World.here(threads, device)
+    if changed := World.read(run.world).differences(here):
+        yield f"world: {changed}"
+    row = ledger.call(_other_digests, run.id, plan.step)
+    if (
+        bytes(row["config_sha256"])
+        != sha256(canonical(run.config.model_dump(mode="json"))).digest()
+    ):
+        yield "configuration: it is not the one that the run was created with"
+    if row["plan_sha256"] is not None and bytes(row["plan_sha256"]) != row["plan_now"]:
+        yield "plan: other groups are bound to the step than were when it was applied"
+    if row["weights_before"] is not None and bytes(row["weights_before"]) != before:
+        yield (
+            f"weights before the step: {before.hex()[:16]}, booked were "
+            f"{bytes(row['weights_before']).hex()[:16]}"
+        )
+
+
+def _booked(tx: Tx, run: str, number: int) -> dict[str, Any]:
+    row = tx.execute(
+        "SELECT updated, weights_sha256 FROM steps WHERE run_id = %s AND step = %s", (run, number)
+    ).fetchone()
+    assert row is not None
+    return {"updated": row["updated"], "weights_sha256": bytes(row["weights_sha256"])}
+
+
+def _other_digests(tx: Tx, run: str, number: int) -> dict[str, Any]:
+    row = tx.execute(
+        """
+        SELECT r.config_sha256, s.plan_sha256, b.weights_sha256 AS weights_before
+        FROM runs r JOIN steps s ON s.run_id = r.run_id AND s.step = %s
+        LEFT JOIN steps b ON b.run_id = r.run_id AND b.step = s.step - 1
+        WHERE r.run_id = %s
+        """,
+        (number, run),
+    ).fetchone()
+    assert row is not None
+    return row | {"plan_now": steps.plan_digest(tx, run, number)}
