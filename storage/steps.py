@@ -17,7 +17,7 @@ from typing import Any, Literal
 from domain import failpoints, planning
 from domain.errors import LedgerError, ReplayDiverged, RunStopped
 from domain.planning import Cut, Ready, Running
-from storage import cancelling, candidates, exhaustion, holds, reopen, runs
+from storage import cancelling, candidates, exhaustion, holds, inputs, reopen, runs
 from storage.candidates import Candidates
 from storage.database import Tx, canonical, jsonb
 from storage.runs import Run
@@ -131,7 +131,7 @@ def apply(
     row fail the run, which its next poll raises.
 
     `updated` says whether the weights changed; without it `cause` says why. `record` is the step
-    record of share 0.
+    record of share 0; the digests of what was trained are added to it, for the audit.
 
     Raises:
         LedgerError: the step is not planned on every share.
@@ -158,7 +158,6 @@ def apply(
         "ORDER BY group_id, part, gen FOR NO KEY UPDATE",
         (run, step),
     ).fetchall()
-    digest = plan_digest(tx, run, step)
     tx.execute("UPDATE queue SET state = 'applied' WHERE run_id = %s AND step = %s", (run, step))
     tx.execute(
         """
@@ -167,12 +166,23 @@ def apply(
             applied_at = now()
         WHERE run_id = %s AND step = %s
         """,
-        (updated, len(groups), cause, weights_sha256, digest, jsonb(metrics), epoch, run, step),
+        (
+            updated,
+            len(groups),
+            cause,
+            weights_sha256,
+            plan_digest(tx, run, step),
+            jsonb(metrics),
+            epoch,
+            run,
+            step,
+        ),
     )
+    booked = {**record, "inputs": inputs.digests(tx, run, step)}
     tx.execute(
         "UPDATE step_shares SET record = %s, waited_s = %s "
         "WHERE run_id = %s AND step = %s AND share = 0",
-        (jsonb(record), record.get("waited"), run, step),
+        (jsonb(booked), record.get("waited"), run, step),
     )
     version = owner.version + updated
     tx.execute(

@@ -16,7 +16,7 @@ import torch
 
 from domain.config import Services
 from domain.errors import LedgerError
-from storage import checkpoints, runs, segments, steps
+from storage import checkpoints, inputs, runs, segments, steps
 from storage.database import Ledger, Tx, canonical
 from storage.objects import ObjectStore
 from storage.runs import Run
@@ -133,9 +133,7 @@ def _replay(workshop: Workshop, found: Run, first: int | None, last: int) -> Ite
             recomputed=digest.hex(),
             groups=len(plan.rows),
             updated=outcome,
-            differences=()
-            if exact
-            else tuple(_differences(workshop.ledger, found, plan, booked, before)),
+            differences=() if exact else tuple(_differences(workshop.ledger, found, plan, before)),
         )
         if not exact:
             return
@@ -150,9 +148,7 @@ def _compute(ledger: Ledger, run: Run, learner: Learner, plan: Planned, version:
     return learner.step(groups, version).updated
 
 
-def _differences(
-    ledger: Ledger, run: Run, plan: Planned, booked: dict[str, Any], before: bytes
-) -> Iterator[str]:
+def _differences(ledger: Ledger, run: Run, plan: Planned, before: bytes) -> Iterator[str]:
     """The inputs of a step that are not what was booked."""
     threads = int(run.world["threads"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -167,6 +163,9 @@ def _differences(
         yield "configuration: it is not the one that the run was created with"
     if row["plan_sha256"] is not None and bytes(row["plan_sha256"]) != row["plan_now"]:
         yield "plan: other groups are bound to the step than were when it was applied"
+    booked, now = row["inputs"] or {}, row["inputs_now"]
+    if changed_groups := sorted(part for part in booked if booked[part] != now.get(part)):
+        yield f"rollouts: those of group {', '.join(changed_groups)} have changed since"
     if row["weights_before"] is not None and bytes(row["weights_before"]) != before:
         yield (
             f"weights before the step: {before.hex()[:16]}, booked were "
@@ -185,12 +184,16 @@ def _booked(tx: Tx, run: str, number: int) -> dict[str, Any]:
 def _other_digests(tx: Tx, run: str, number: int) -> dict[str, Any]:
     row = tx.execute(
         """
-        SELECT r.config_sha256, s.plan_sha256, b.weights_sha256 AS weights_before
+        SELECT r.config_sha256, s.plan_sha256, h.record->'inputs' AS inputs, b.weights_sha256 AS weights_before
         FROM runs r JOIN steps s ON s.run_id = r.run_id AND s.step = %s
+        LEFT JOIN step_shares h ON (h.run_id, h.step, h.share) = (s.run_id, s.step, 0)
         LEFT JOIN steps b ON b.run_id = r.run_id AND b.step = s.step - 1
         WHERE r.run_id = %s
         """,
         (number, run),
     ).fetchone()
     assert row is not None
-    return row | {"plan_now": steps.plan_digest(tx, run, number)}
+    return row | {
+        "plan_now": steps.plan_digest(tx, run, number),
+        "inputs_now": inputs.digests(tx, run, number),
+    }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from domain.config import VARIABLES
+from domain.config import VARIABLES, Services
 from domain.errors import ConfigError
 from rollbook.connect import STATE, services_for
 from rollbook.output import console, print_json
@@ -50,7 +50,7 @@ def audit(
 def _judge(run: str, step: int | None, state: Path) -> Sequence["Verdict"]:
     from trainer import audit as auditing  # brings torch
 
-    def judge(services: "auditing.Services") -> Sequence["Verdict"]:
+    def judge(services: Services) -> Sequence["Verdict"]:
         if step is not None:
             return [auditing.step(run, services, step)]
         return [*auditing.replay(run, services, first=auditing.oldest(run, services))]
