@@ -22,6 +22,7 @@ from storage.objects import ObjectStore
 from storage.runs import Run
 from storage.steps import Planned
 from trainer import determinism
+from trainer.batch import Batch
 from trainer.creation import Workshop
 from trainer.determinism import World
 from trainer.model import weights_digest
@@ -145,7 +146,7 @@ def _compute(ledger: Ledger, run: Run, learner: Learner, plan: Planned, version:
     determinism.seed_step(run.config.seed, plan.step)
     rows = [(row.group, row.part) for row in plan.rows]
     groups = ledger.call(segments.members, run.id, rows) if rows else []
-    return learner.step(groups, version).updated
+    return learner.step(Batch(groups=groups), version).updated
 
 
 def _differences(ledger: Ledger, run: Run, plan: Planned, before: bytes) -> Iterator[str]:
