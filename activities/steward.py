@@ -6,7 +6,8 @@ second leader would be harmless (row locks and compare-and-sets), only wasteful.
 
     relay          as fast as commands come       fleet          every second
     sweep          every half minute              namespace      every minute, and at once
-    retirement     every five seconds             housekeeping   every ten minutes
+    retirement     every five seconds             garbage        every minute
+    housekeeping   every ten minutes
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from temporalio.service import RPCError
 
 from activities import namespace
 from activities.fleet import Fleet
+from activities.garbage import Garbage
 from activities.relay import Relay
 from activities.sweep import Sweep
 from storage import housekeeping, outbox
@@ -53,6 +55,7 @@ class Rhythm:
     relay_max: float = 0.25
     fleet: float = 1.0
     retirement: float = 5.0
+    garbage: float = 60.0
     sweep: float = 30.0
     namespace: float = 60.0
     housekeeping: float = 600.0
@@ -70,6 +73,7 @@ class Steward:
     fleet: Fleet
     relay: Relay
     sweep: Sweep
+    garbage: Garbage
     rhythm: Rhythm = Rhythm()
 
     async def run(self) -> None:
@@ -101,6 +105,7 @@ class Steward:
                     ("namespace", rhythm.namespace, self._ensure_namespace),
                     ("fleet", rhythm.fleet, self.fleet.tend),
                     ("retirement", rhythm.retirement, self.fleet.retire),
+                    ("garbage", rhythm.garbage, self.garbage.collect),
                     ("sweep", rhythm.sweep, self.sweep.run),
                     ("housekeeping", rhythm.housekeeping, self._keep_house),
                 ):

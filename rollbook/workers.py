@@ -221,11 +221,13 @@ def _ledger_parts(
     stack: AsyncExitStack, client: Client, ledger: Ledger, services: Services, grace_s: float
 ) -> Parts:
     from activities.fleet import Fleet
+    from activities.garbage import Garbage
     from activities.inference import EngineClient
     from activities.publish import EngineActivities
     from activities.relay import Relay
     from activities.steward import Rhythm, Steward
     from activities.sweep import Sweep
+    from storage.objects import ObjectStore
 
     engines = EngineClient()
     stack.push_async_callback(engines.aclose)
@@ -237,6 +239,7 @@ def _ledger_parts(
         relay=Relay(ledger, client),
         sweep=Sweep(ledger, client, grace_s=grace_s),
         rhythm=Rhythm(sweep=min(Rhythm.sweep, grace_s / 2)),
+        garbage=Garbage(ledger, ObjectStore(services)),
     )
     worker = Worker(
         client,

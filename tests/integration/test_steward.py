@@ -23,12 +23,14 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities import namespace
 from activities.fleet import Fleet
+from activities.garbage import Garbage
 from activities.inference import EngineClient, Health
 from activities.ledger import LedgerActivities
 from activities.publish import EngineActivities, ServingActivities
 from activities.relay import Relay
 from activities.steward import Rhythm, Steward
 from activities.sweep import Sweep
+from domain.config import Services
 from domain.errors import EngineRefused, EngineUnavailable
 from domain.ids import policy_name, publish_workflow_id
 from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, AttemptIn, AttemptRef, rollout_queue
@@ -38,6 +40,7 @@ from storage.attempts import Ending
 from storage.census import Silent
 from storage.census import live_engines as live
 from storage.database import Ledger
+from storage.objects import ObjectStore
 from tests.recording import keep
 from tests.rehearsal import ENGINE, Rehearsal, configuration
 from workflows.group import GroupWorkflow
@@ -120,6 +123,7 @@ class Scene:
     run: Rehearsal
     engines: Engines
     rollouts: Rollouts
+    store: ObjectStore
 
     @property
     def relay(self) -> Relay:
@@ -140,6 +144,7 @@ class Scene:
             fleet=self.fleet(*urls),
             relay=Relay(self.ledger, client),
             sweep=Sweep(self.ledger, client, grace_s=0.5),
+            garbage=Garbage(self.ledger, self.store),
             rhythm=QUICK,
         )
 
@@ -197,17 +202,26 @@ async def client(temporal_address: str) -> AsyncIterator[Client]:
     await asyncio.sleep(0.5)  # temporalio 1.35 may crash an interpreter that exits sooner
 
 
-def staged(client: Client, ledger: Ledger, ledger_url: str, **sections: Any) -> Scene:
+def staged(
+    client: Client, ledger: Ledger, ledger_url: str, store: ObjectStore, **sections: Any
+) -> Scene:
     name = f"r{secrets.token_hex(5)}"
     config = configuration(name=name, tasks={"environment": name}, **sections)
     run = Rehearsal(ledger, config, batches=4).begin()
     run.do("UPDATE outbox SET done_at = now()")  # version 0 is served already
-    return Scene(client, ledger, ledger_url, run, Engines(), Rollouts(ledger))
+    return Scene(client, ledger, ledger_url, run, Engines(), Rollouts(ledger), store)
+
+
+@pytest.fixture(scope="session")
+def store(s3_services: Services) -> ObjectStore:
+    opened = ObjectStore(s3_services)
+    opened.prepare()
+    return opened
 
 
 @pytest.fixture
-def scene(client: Client, ledger: Ledger, ledger_url: str) -> Scene:
-    return staged(client, ledger, ledger_url)
+def scene(client: Client, ledger: Ledger, ledger_url: str, store: ObjectStore) -> Scene:
+    return staged(client, ledger, ledger_url, store)
 
 
 async def until(happened: Callable[[], Any], *, seconds: float = 20.0) -> None:
@@ -383,10 +397,10 @@ async def test_a_version_is_served_once_every_live_engine_holds_it(scene: Scene)
 
 
 async def test_an_engine_with_one_slot_swaps(
-    client: Client, ledger: Ledger, ledger_url: str
+    client: Client, ledger: Ledger, ledger_url: str, store: ObjectStore
 ) -> None:
     synchronous = {"ahead": 0, "max_lag": 0}
-    scene = staged(client, ledger, ledger_url, schedule=synchronous)
+    scene = staged(client, ledger, ledger_url, store, schedule=synchronous)
     url = scene.engines.add("http://a", max_resident=1)
     scene.run.do("DELETE FROM engine_versions")
     scene.run.do("DELETE FROM engines")

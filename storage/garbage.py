@@ -1,0 +1,61 @@
+"""Stored weights that nothing can ask for again. What is needed is derived from rows, never counted.
+
+A version's objects may go when it is retired (no rollout pins it and no engine lists it: see
+`versions.retire`), no checkpoint that is kept stands at it, and no other run's row names the same
+objects. So the newest durable version stays, and so does whatever a fork began with.
+"""
+
+from collections.abc import Sequence
+
+from storage.database import Tx
+
+
+def runs_with_garbage(tx: Tx) -> list[str]:
+    """Runs that hold retired versions, or more checkpoints than they keep."""
+    rows = tx.execute(
+        """
+        SELECT run_id FROM policy_versions WHERE state = 'retired'
+        UNION SELECT c.run_id FROM checkpoints c JOIN runs r USING (run_id)
+        WHERE c.state = 'retiring' OR c.state = 'durable' AND c.tag IS NULL
+        GROUP BY c.run_id, r.config
+        HAVING count(*) > (r.config -> 'run' -> 'checkpoint' ->> 'keep')::int
+            OR bool_or(c.state = 'retiring')
+        ORDER BY 1
+        """
+    ).fetchall()
+    return [row["run_id"] for row in rows]
+
+
+def unneeded_weights(tx: Tx, run: str) -> list[tuple[int, str]]:
+    """`(version, manifest key)` of the versions whose objects may be deleted.
+
+    A retired version gains no new pins, and a fork copies no key of it, so the answer holds until
+    the objects are gone.
+    """
+    rows = tx.execute(
+        """
+        SELECT p.version, p.weights_key FROM policy_versions p
+        JOIN version_pins n ON (n.run_id, n.version) = (p.run_id, p.version)
+        JOIN served s ON s.run_id = p.run_id
+        WHERE p.run_id = %s AND p.state = 'retired' AND p.version < s.version AND n.pins = 0
+            AND NOT EXISTS (SELECT 1 FROM engine_versions e
+                WHERE (e.run_id, e.version) = (p.run_id, p.version))
+            AND NOT EXISTS (SELECT 1 FROM checkpoints c
+                WHERE (c.run_id, c.version) = (p.run_id, p.version) AND c.state = 'durable')
+            AND NOT EXISTS (SELECT 1 FROM policy_versions o
+                WHERE o.weights_key = p.weights_key AND o.run_id <> p.run_id
+                    AND o.state <> 'deleted')
+        ORDER BY p.version
+        """,
+        (run,),
+    ).fetchall()
+    return [(row["version"], row["weights_key"]) for row in rows]
+
+
+def note_deleted_weights(tx: Tx, run: str, versions: Sequence[int]) -> None:
+    """Note that the objects of retired versions are gone."""
+    tx.execute(
+        "UPDATE policy_versions SET state = 'deleted' "
+        "WHERE run_id = %s AND version = ANY(%s) AND state = 'retired'",
+        (run, list(versions)),
+    )

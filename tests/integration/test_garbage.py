@@ -1,0 +1,123 @@
+"""What leaves the object store is what nothing can ask for again, by rows alone."""
+
+from hashlib import sha256
+
+import pytest
+
+from activities.garbage import Garbage
+from domain.config import Services
+from storage import fork, garbage, versions
+from storage.database import Ledger
+from storage.objects import ObjectStore
+from tests.rehearsal import ENGINE, Rehearsal, configuration
+
+
+@pytest.fixture(scope="module")
+def store(s3_services: Services) -> ObjectStore:
+    opened = ObjectStore(s3_services)
+    opened.prepare()
+    return opened
+
+
+def weights(version: int) -> str:
+    return f"weights/r1/{version}/x/manifest.json"
+
+
+def put(store: ObjectStore, key: str) -> None:
+    store.put_new(key, b"x", sha256=sha256(b"x").hexdigest())
+
+
+def kept(store: ObjectStore, prefix: str) -> list[str]:
+    return [e.key for e in store.list(prefix) if e.key.endswith("manifest.json")]
+
+
+def trained(ledger: Ledger, store: ObjectStore, steps: int, *, keep: int = 1) -> Rehearsal:
+    """A run of so many updates; each version's objects are in the store, none in the engine."""
+    config = configuration(checkpoint={"keep": keep}, schedule={"ahead": 0})
+    run = Rehearsal(ledger, config).begin()
+    for prefix in ("weights/r1/", "checkpoints/r1/"):  # of the test before
+        store.delete(entry.key for entry in store.list(prefix))
+    for _ in range(steps):
+        run.hand_over()
+        for group in [g for g, at in run.states().items() if at == "submitted"]:
+            run.complete(group)
+        run.planned()
+        run.serve(run.apply())
+        run.checkpoint()
+    for version in range(steps + 1):
+        put(store, weights(version))
+        put(store, f"weights/r1/{version}/x/model.safetensors")
+    for row in run.rows("SELECT s3_prefix FROM checkpoints"):
+        put(store, f"{row['s3_prefix']}/manifest.json")
+    return run
+
+
+def retire(ledger: Ledger) -> None:
+    """What the steward's rounds do: drain, unload, retire."""
+    for version in ledger.call(versions.retire, "r1"):
+        ledger.call(versions.unloaded, "r1", ENGINE, version)
+    ledger.call(versions.retire, "r1")
+
+
+async def test_retired_weights_and_superseded_checkpoints_are_deleted(
+    ledger: Ledger, store: ObjectStore
+) -> None:
+    run = trained(ledger, store, 3)
+    retire(ledger)
+    await Garbage(ledger, store).collect()
+    assert kept(store, "weights/r1/") == [weights(3)]
+    assert len(store.list("weights/r1/")) == 2
+    assert kept(store, "checkpoints/r1/") == [f"checkpoints/r1/3/{run.epoch}/manifest.json"]
+    states = run.rows("SELECT state FROM policy_versions ORDER BY version")
+    assert [row["state"] for row in states] == ["deleted"] * 3 + ["served"]
+    assert ledger.call(garbage.runs_with_garbage) == []
+
+
+async def test_a_pinned_version_stays_until_its_rollout_ends(
+    ledger: Ledger, store: ObjectStore
+) -> None:
+    keep = {"order": "admission", "stale_policy": "keep", "allow_unbounded_staleness": True}
+    run = Rehearsal(ledger, configuration(checkpoint={"keep": 1}, schedule=keep)).begin()
+    store.delete(entry.key for entry in store.list("weights/r1/"))
+    run.hand_over()
+    run.start(0, sample=0)  # pins version 0
+    for groups in ((1, 2), (3, 4)):
+        run.hand_over()
+        for group in groups:
+            run.complete(group)
+        run.planned()
+        run.serve(run.apply())
+        run.checkpoint()
+    for version in range(3):
+        put(store, weights(version))
+    retire(ledger)
+    await Garbage(ledger, store).collect()
+    assert kept(store, "weights/r1/") == [weights(0), weights(2)]
+    run.end(0, 0)
+    retire(ledger)
+    await Garbage(ledger, store).collect()
+    assert kept(store, "weights/r1/") == [weights(2)]
+
+
+async def test_the_newest_durable_version_and_what_a_fork_began_with_stay(
+    ledger: Ledger, store: ObjectStore
+) -> None:
+    run = trained(ledger, store, 2, keep=3)
+    child = ledger.call(fork.fork, "r1", run.epoch, 1)  # names version 1 and its checkpoint
+    run.do("DELETE FROM checkpoints WHERE run_id = 'r1' AND step = 0")
+    run.do("UPDATE checkpoints SET state = 'retiring' WHERE run_id = 'r1' AND step = 1")
+    retire(ledger)
+    await Garbage(ledger, store).collect()
+    assert weights(1) in kept(store, "weights/r1/")
+    assert weights(2) in kept(store, "weights/r1/")
+    assert weights(0) not in kept(store, "weights/r1/")
+    assert ledger.call(versions.state, child, 1) == "uploaded"
+
+
+async def test_weights_of_a_kept_checkpoint_stay_even_when_superseded(
+    ledger: Ledger, store: ObjectStore
+) -> None:
+    trained(ledger, store, 2, keep=2)
+    retire(ledger)
+    await Garbage(ledger, store).collect()
+    assert kept(store, "weights/r1/") == [weights(1), weights(2)]
