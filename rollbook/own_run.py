@@ -188,6 +188,12 @@ class OwnRun:
             self._check_updates(step, updates, plan.version_before)
             return plan, True
         self._check_updates(step, updates, found.version)
+        kept = found.durable_step is not None and found.durable_step >= step
+        if self.config.trainer.exact == "order" and not kept:
+            raise LedgerError(
+                f'exact = "order" samples from weights that are kept only: take state_dict() (and '
+                f"save it) after every step; step {step} of run {self.name} was not"
+            )
         publishing.publish_if_due(self._desk, self._publisher, updates, weights)
         answer = self._consumer.next_plan(step)
         if isinstance(answer, End):

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from activities.chat import Chat
+from activities.play import rehearse
 from domain import sources
 from domain.config import RunConfig, Services
 from domain.environments import Source, task_ids
@@ -32,6 +34,7 @@ from rollbook.own_run import OwnRun
 from rollbook.publishers import Publisher
 from rollbook.record import SchedulerRecord
 from storage.steps import Planned
+from trainer import folders
 from trainer.booking import Done
 from trainer.feed import Feed
 
@@ -81,6 +84,7 @@ class RolloutScheduler:
         services: Services | None = None,
         batch_size: int | None = None,
         on_reopen: Literal["adopt", "cancel"] = "adopt",
+        exact: Literal["bits", "order"] = "bits",
         model: str | Path | None = None,
         sampling: Mapping[str, Any] | None = None,
         budget: Mapping[str, Any] | None = None,
@@ -114,6 +118,8 @@ class RolloutScheduler:
             services: addresses; None starts or joins the local stack in `state`.
             batch_size: tasks of the largest batch; default those of the first.
             on_reopen: rollouts that still run when the loop is started again: keep or cancel them.
+            exact: what a replay must reproduce: the weights, or only the groups and their order,
+                where kernels are not deterministic; then take `state_dict()` after every step.
             model: folder of config.json and tokenizer, for a publisher of one's own.
             sampling: how tokens are drawn: the `[sampling]` table of a configuration file.
             budget: limits of a rollout: `[budget]`.
@@ -158,6 +164,7 @@ class RolloutScheduler:
                     "truncation": truncation,
                     "support_capacity": support_capacity,
                     "importance": objective.importance,
+                    "exact": exact,
                 },
                 sampling=sampling or {},
                 budget=budget or {},
@@ -169,6 +176,7 @@ class RolloutScheduler:
         self._configure = configure
         provisional = configure(batch_size or admit or 1)
         sources.check(located.source, provisional)
+        folders.check_context(folder, provisional)
         self.name = run
         self._feed = Feed(tasks, ahead=ahead)
         self._step = self._version = 0
@@ -214,7 +222,7 @@ class RolloutScheduler:
                 "call scheduler.applied() after the update"
             )
         drawn = self._feed.put(self._step, batch)
-        owner = self._open(len(drawn))
+        owner = self._open(drawn)
         if not self._begun:
             owner.begin(state.weights)
             self._begun = True
@@ -347,12 +355,14 @@ class RolloutScheduler:
     ) -> None:
         self.close()
 
-    def _open(self, size: int) -> OwnRun:
-        """The run, created with the first batch's size if it is new."""
+    def _open(self, drawn: Sequence[Task]) -> OwnRun:
+        """The run, created for batches like this one if it is new."""
         if self._companions is None:
             raise LedgerError(f"the scheduler of run {self.name} is closed")
         if self._run is None:
-            config = self._configure(self._size or size)
+            config = self._configure(self._size or len(drawn))
+            chat = Chat.open(self._model, renderer=config.model.renderer)
+            rehearse(self._located.source, drawn, config=config, chat=chat)
             self._take(own_run.create(self._companions.services, config))
             assert self._run is not None
         return self._run

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from domain.config import RunConfig
+from domain.config import OWN_LOOP, RunConfig
 from domain.data import TaskStream, as_tasks
 from domain.errors import ConfigError
 from domain.rollouts import Task
@@ -25,6 +25,19 @@ def open_stream(config: RunConfig) -> TaskStream:
         seed=config.seed,
         shuffle=config.tasks.shuffle,
     )
+
+
+def refuse_own_loop(config: RunConfig) -> None:
+    """Refuse a run whose batches come from a Python loop: nobody else can train it.
+
+    Raises:
+        ConfigError: says how it goes on.
+    """
+    if config.tasks.dataset == OWN_LOOP:
+        raise ConfigError(
+            f"run {config.name!r} is trained by a Python loop (RolloutScheduler); start that program "
+            "again, it goes on by itself"
+        )
 
 
 def read_tasks(dataset: str, *, root: Path) -> list[Task]:

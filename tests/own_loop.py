@@ -29,7 +29,7 @@ class Trained:
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(3)
         torch.set_num_threads(1)
-        self.network: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        self.network: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(folder), attn_implementation="sdpa"
         )
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.05, momentum=0.9)

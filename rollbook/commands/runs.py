@@ -19,6 +19,7 @@ from rollbook.output import console, print_json, print_table
 from rollbook.progress import Progress
 from rollbook.stack.stack import Stack
 from rollbook.stack.supervise import State as ProcessState
+from storage import datasets
 from storage import runs as ledger_runs
 from storage.database import Ledger, check_schema, upgrade
 
@@ -98,6 +99,7 @@ def resume(
         ledger = _ledger(stack)
         try:
             found = ledger.call(ledger_runs.read, name)
+            datasets.refuse_own_loop(found.config)
             if from_step is not None:
                 from storage import fork
 

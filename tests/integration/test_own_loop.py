@@ -482,3 +482,83 @@ def abandon(one: RolloutScheduler) -> None:
     assert one._run is not None
     one._run.release()
     one._companions = None
+
+
+@pytest.mark.parametrize(("on_reopen", "generation"), [("adopt", 0), ("cancel", 1)])
+def test_groups_that_still_run_are_adopted_or_cancelled_when_the_loop_starts_again(
+    make: Loop,
+    around: Services,
+    ledger: Ledger,
+    tmp_path: Path,
+    folder: Path,
+    name: str,
+    on_reopen: str,
+    generation: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollbook.own_run.QUIET_S", 0.2)  # what is held never notices
+    with Fleet(around, tmp_path / "engine") as fleet:
+        fleet.held = {2, 3}
+        first, state = make(on_reopen=on_reopen), Trained(folder)
+        train(first, state, steps=1)
+        with ledger.transaction() as tx:
+            query = "SELECT gen, state FROM groups WHERE run_id = %s AND batch = 1"
+            assert [r["gen"] for r in tx.execute(query, (name,))] == [0, 0]
+        abandon(first)
+        make(on_reopen=on_reopen, force=True)
+        with ledger.transaction() as tx:
+            found = tx.execute(query, (name,)).fetchall()
+    assert [row["gen"] for row in found] == [generation] * 2
+    assert {row["state"] for row in found} == {"registered" if generation else "submitted"}
+
+
+def test_inexact_kernels_may_replay_to_other_bits_if_every_step_is_kept(
+    make: Loop, around: Services, tmp_path: Path, folder: Path
+) -> None:
+    with Fleet(around, tmp_path / "engine"):
+        first, state = make(exact="order"), Trained(folder)
+        train(first, state, steps=1)
+        with pytest.raises(LedgerError, match=r"take state_dict\(\)"):
+            train(first, state, steps=1)
+        first.state_dict()  # taken before step 1, but the process dies before it is saved
+        abandon(first)
+        again, other = make(exact="order", force=True), Trained(folder)
+        other.optimizer.param_groups[0]["lr"] = 0.06
+        train(again, other, steps=1)
+        again.state_dict()
+        assert len(train(again, other, steps=1)) == 1
+
+
+def test_a_digest_of_ones_own_is_compared(
+    make: Loop,
+    around: Services,
+    tmp_path: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Fleet(around, tmp_path / "engine"), played_health(monkeypatch):
+        first, state = make(weights=Pushing(), model=folder), Trained(folder)
+        packed = first(state, BATCHES[0])
+        updated = update(state, Scored(), packed)
+        with pytest.raises(ConfigError, match="it must be a sha256 of 32"):
+            first.applied(updated=updated, digest=b"short")
+        first.applied(updated=updated, digest=b"a" * 32)
+        abandon(first)
+        again, restored = make(weights=Pushing(), model=folder, force=True), Trained(folder)
+        packed = again(restored, BATCHES[0])
+        with pytest.raises(ReplayDiverged):
+            again.applied(updated=update(restored, Scored(), packed), digest=b"b" * 32)
+        again.applied(digest=b"a" * 32)
+
+
+def test_only_its_own_loop_trains_such_a_run(
+    make: Loop, around: Services, tmp_path: Path, folder: Path, name: str
+) -> None:
+    from trainer import loop
+
+    with Fleet(around, tmp_path / "engine"):
+        one = make()
+        train(one, Trained(folder), steps=1)
+        one.close()
+        with pytest.raises(ConfigError, match="is trained by a Python loop"):
+            loop.run(name, around, holder="elsewhere:1")
