@@ -100,7 +100,8 @@ class EnvRollout:
             if self._turns.answering:
                 return
             self._refresh()
-            self._recorder.progress("environment", turn=self._turns.turns)
+            tools = ", ".join(_called(self._view.messages[-1]))
+            self._recorder.progress("environment", turn=self._turns.turns, tools=tools)
             result = await guarded(f"{self._name}.on_turn", self._env.on_turn(self._view))
             if result is None:
                 return
@@ -251,3 +252,8 @@ class EnvRollout:
             )
         if cancelled:
             raise asyncio.CancelledError
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the tools that an assistant's message calls."""
+    return [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]

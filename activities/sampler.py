@@ -41,6 +41,8 @@ class Request:
     """Monotonic time until which failing engines are tried again."""
     partial: "list[Answer]" = field(default_factory=list)
     """Receives what was sampled when the caller is cancelled meanwhile."""
+    failures: list[str] = field(default_factory=list)
+    """Receives why engines did not answer, for people who look at the attempt."""
 
     @property
     def left_s(self) -> float:
@@ -86,6 +88,9 @@ class Sampler:
                 try:
                     async with asyncio.timeout(request.left_s if failed else None):
                         return await self._ask(request)
+                except EngineUnavailable as error:
+                    request.failures.append(str(error)[:200])
+                    raise
                 except TimeoutError as error:
                     raise EngineUnavailable(
                         "no engine answered before the attempt's time ran out"

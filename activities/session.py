@@ -91,6 +91,8 @@ class SessionRecorder:
         self._engine: str | None = None
         self._work: asyncio.Task[Any] | None = None
         self._facts: dict[str, Any] = {"phase": "starting"}
+        self._phase_began = time.monotonic()
+        self._failures: list[str] = []  # of engines, in the request that is under way
         self._tokens = sum(len(segment.sampled_ids) for segment in recorded)
         self._deadline = started.deadline
         self._closed = False
@@ -126,6 +128,7 @@ class SessionRecorder:
 
     def progress(self, phase: str, **facts: Any) -> None:
         """Shown in the Temporal UI with the next heartbeat."""
+        self._phase_began = time.monotonic()
         self._facts = {"phase": phase} | {
             name: value for name, value in facts.items() if isinstance(value, int | float | str)
         }
@@ -171,6 +174,7 @@ class SessionRecorder:
             give_up_at=self._give_up_at,
         )
         self._requests += 1
+        self._failures = request.failures
         try:
             answer = await self._sampler.answer(request)
             (segment, progress), cancelled = await whole(self._commit(prompt_ids, answer))
@@ -181,6 +185,7 @@ class SessionRecorder:
             raise
         if cancelled:
             raise asyncio.CancelledError
+        self._failures = []
         self._deadline = self._deadline or progress.deadline
         if progress.cancel_cause is not None:
             await self._halt(Stopped(progress.cancel_cause))
@@ -199,13 +204,15 @@ class SessionRecorder:
     @property
     def heartbeat(self) -> dict[str, Any]:
         """What the Temporal UI shows of this attempt."""
+        trouble = {"engine_error": self._failures[-1]} if self._failures else {}
         return {
             "turn": 0 if self._last is None else self._last.turn + 1,
             "seg": 0 if self._last is None else self._last.seq + 1,
             "tok": self._tokens,
             "v": self._version,
             "engine": self._engine,
-        } | self._facts
+            "for_s": round(time.monotonic() - self._phase_began, 1),
+        } | (trouble | self._facts)
 
     # ------------------------------------------------------------ inside
 

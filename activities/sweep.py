@@ -14,9 +14,17 @@ from typing import TypeVar
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities import relay
+from activities import relay, waits
 from domain.ids import publish_workflow_id
-from domain.messages import Close, FinishGroup, GroupIn, GroupState, PublishIn
+from domain.messages import (
+    Close,
+    FinishGroup,
+    GroupIn,
+    GroupState,
+    PublishIn,
+    Stuck,
+    StuckAttempt,
+)
 from storage import census, groups, housekeeping, quarantine, reopen, runs
 from storage.census import Open, Silent
 from storage.database import Ledger
@@ -29,6 +37,9 @@ LIMIT = 256
 """Looked at in one sweep; the oldest first, so the rest have their turn."""
 
 CONCURRENT = 16
+
+Gist = frozenset[tuple[int, int, str]]
+"""What makes a report of a stuck group a new one: sample, attempt and what they wait on."""
 
 RUNNING = 'WorkflowType = "GroupWorkflow" AND ExecutionStatus = "Running"'
 
@@ -44,6 +55,7 @@ class Sweep:
     silent_s: float = GroupIn.heartbeat_s * (1 + GroupIn.resumes)
     """An attempt may be silent for so long before it is asked for."""
     _superfluous: frozenset[str] = field(default_factory=frozenset)
+    _told: dict[str, Gist] = field(default_factory=dict)  # stuck groups, as their workflows know
 
     async def run(self) -> None:
         """All checks, in an order in which each sees what the earlier ones settled.
@@ -57,6 +69,7 @@ class Sweep:
         await self._lose_silent_attempts()
         await self._restart_publications()
         await self._quarantine_poison_tasks()
+        await self._tell_stuck_groups()
         await self._fail_violated_runs()
 
     async def _reopen_lost_groups(self) -> None:
@@ -149,6 +162,17 @@ class Sweep:
             for task, reason in await self.ledger.run(quarantine.set_aside, run):
                 logger.warning("task %s of run %s is quarantined: %s", task, run, reason)
 
+    async def _tell_stuck_groups(self) -> None:
+        """Let people find in the Temporal UI what does not move, and read there what it waits for."""
+        now: dict[str, Stuck] = {}
+        for run in await self.ledger.run(census.runs_to_tend):
+            now |= await _stuck_groups(self.client, self.ledger, run)
+        news = {key: found for key, found in now.items() if _gist(found) != self._told.get(key)}
+        news |= {key: Stuck() for key in self._told if key not in now}
+        for workflow_id, found in news.items():
+            await relay.signal(self.client, workflow_id, "stuck", [found])
+        self._told = {key: _gist(found) for key, found in now.items()}
+
     async def _fail_violated_runs(self) -> None:
         """A rule of the ledger is broken: stop that run before it trains on it."""
         for run, what in await self.ledger.run(census.violations):
@@ -170,6 +194,34 @@ def _run_of(workflow_id: str) -> str | None:
     """The run in an id of the form run/RUN/...; None for a workflow of someone else."""
     parts = workflow_id.split("/")
     return parts[1] if len(parts) > 2 and parts[0] == "run" else None
+
+
+async def _stuck_groups(client: Client, ledger: Ledger, run: str) -> dict[str, Stuck]:
+    """Running workflows with attempts that make no progress, by id."""
+    now = datetime.now(UTC)
+    groups: dict[str, list[StuckAttempt]] = {}
+    for wait in await waits.of_attempts(client, ledger, run):
+        if wait.workflow_id is None or wait.on in ("relay", "sweep"):
+            continue
+        assert wait.sample is not None
+        assert wait.attempt is not None
+        since = now - timedelta(seconds=wait.seconds or 0.0)
+        told = StuckAttempt(
+            sample=wait.sample,
+            attempt=wait.attempt,
+            waits_on=wait.on,
+            why=wait.detail[:300],
+            since=f"{since:%Y-%m-%d %H:%M:%S}",
+            turn=wait.turn,
+            tokens=wait.tokens,
+            version=wait.version,
+        )
+        groups.setdefault(wait.workflow_id, []).append(told)
+    return {key: Stuck(attempts=tuple(told)) for key, told in groups.items()}
+
+
+def _gist(found: Stuck) -> Gist:
+    return frozenset((told.sample, told.attempt, told.waits_on) for told in found.attempts)
 
 
 async def _each(items: Sequence[T], look: Callable[[T], Awaitable[None]]) -> None:

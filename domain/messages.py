@@ -103,6 +103,7 @@ class AttemptRef:
     reward: float | None = None
     tokens: int = 0
     turns: int = 0
+    version: int | None = None  # the oldest it sampled under, else the one it was pinned to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +169,27 @@ class Close:
     """Signal: stop the whole group."""
 
     cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StuckAttempt:
+    """An attempt without progress, as the steward saw it: what people read in the Temporal UI."""
+
+    sample: int
+    attempt: int
+    waits_on: str
+    why: str
+    since: str  # when that began, by the steward's clock
+    turn: int = 0
+    tokens: int = 0
+    version: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stuck:
+    """Signal: these attempts make no progress; none: the group moves again."""
+
+    attempts: tuple[StuckAttempt, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,18 @@ import click
 import typer
 
 from domain.errors import ConfigError, LedgerError, ObjectError, RollbookError
-from rollbook.commands import audit, database, look, model, processes, quarantine, runs, stack
+from rollbook.commands import (
+    audit,
+    database,
+    decode,
+    look,
+    model,
+    processes,
+    quarantine,
+    runs,
+    stack,
+    stuck,
+)
 from rollbook.output import errors
 
 app = typer.Typer(
@@ -24,7 +35,9 @@ app = typer.Typer(
 )
 runs.register(app)
 look.register(app)
+decode.register(app)
 quarantine.register(app)
+stuck.register(app)
 stack.register(app)
 processes.register(app)
 model.register(app)

@@ -311,6 +311,7 @@ def ref_of(row: Row) -> AttemptRef:
         reward=row["reward"],
         tokens=row["policy_tokens"],
         turns=row["turns"],
+        version=row["pinned_version"] if row["oldest_version"] is None else row["oldest_version"],
     )
 
 

@@ -111,8 +111,7 @@ def attempts(tx: Tx, run: str, group_id: int) -> list[Row]:
                cancel_cause, member, reward, truncation, turns, policy_tokens, pinned_version,
                oldest_version, worker, engine_id AS engine, error,
                extract(epoch FROM coalesce(finished_at, now()) - submitted_at)::float8 AS seconds,
-               extract(epoch FROM now() - coalesce(last_progress_at, submitted_at))::float8
-                 AS silent_for
+               extract(epoch FROM started_at - submitted_at)::float8 AS queued_s
           FROM ledger.attempts WHERE run_id = %s AND group_id = %s ORDER BY sample, attempt
         """,
         (run, group_id),
@@ -127,31 +126,6 @@ def timeline(tx: Tx, run: str, group_id: int) -> list[Row]:
           FROM ledger.group_timeline WHERE run_id = %s AND group_id = %s ORDER BY at
         """,
         (run, group_id),
-    ).fetchall()
-
-
-def stuck(tx: Tx, run: str, *, silent_s: float | None = None) -> list[Row]:
-    """Live attempts without progress, longest silent first.
-
-    Args:
-        tx: transaction.
-        run: run id.
-        silent_s: seconds of silence that count; default: the run's `stuck_after`.
-    """
-    return tx.execute(
-        """
-        SELECT a.group_id AS "group", a.sample, a.attempt, a.state, a.cancel_cause, a.worker,
-               a.engine_id AS engine, a.turns, a.policy_tokens, g.workflow_id, g.begun_at,
-               extract(epoch FROM now() - coalesce(a.last_progress_at, a.submitted_at))::float8
-                 AS silent_for
-          FROM ledger.attempts a
-          JOIN ledger.groups g USING (run_id, group_id) JOIN ledger.runs r USING (run_id)
-         WHERE a.run_id = %(run)s AND a.state IN ('submitted', 'running')
-           AND coalesce(a.last_progress_at, a.submitted_at)
-               < now() - coalesce(make_interval(secs => %(silent)s), r.stuck_after)
-         ORDER BY silent_for DESC
-        """,
-        {"run": run, "silent": silent_s},
     ).fetchall()
 
 

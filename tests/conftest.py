@@ -19,7 +19,7 @@ from rollbook.stack.seaweed import GRPC_OFFSET, Seaweed, SeaweedPorts
 from rollbook.stack.supervise import Supervisor
 from rollbook.stack.temporal import Temporal
 
-pytest_plugins = ["tests.ledger_fixtures"]
+pytest_plugins = ["tests.ledger_fixtures", "tests.short_run", "tests.stuck_run"]
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,8 @@ class Ending:
     error_type: str | None = None
     error: str | None = None
     reward: float | None = None
+    ref: AttemptRef | None = None
+    """What it returned, if it did."""
 
     @property
     def told(self) -> str:
@@ -60,10 +62,10 @@ class Ending:
 def of_result(ref: AttemptRef) -> Ending:
     """The ending of an attempt that returned."""
     if ref.member:
-        return Ending(kind="member", status=ref.status, reward=ref.reward)
+        return Ending(kind="member", status=ref.status, reward=ref.reward, ref=ref)
     if ref.resubmit is not None:
-        return Ending(kind="again", cause=ref.resubmit, status=ref.status)
-    return Ending(kind="over", status=ref.status)
+        return Ending(kind="again", cause=ref.resubmit, status=ref.status, ref=ref)
+    return Ending(kind="over", status=ref.status, ref=ref)
 
 
 def of_failure(failure: ActivityError, cancel_cause: str | None) -> Ending:

@@ -37,6 +37,7 @@ with workflow.unsafe.imports_passed_through():
         GroupVerdict,
         LiveAttempt,
         NextAttempt,
+        Stuck,
     )
     from workflows import endings, options
     from workflows.endings import Ending
@@ -68,6 +69,7 @@ class GroupWorkflow:
         """Nothing has started; signals may already arrive."""
         self.group = group
         self.stage = "sampling"
+        self.moving = "sampling"  # the stage that a stuck group goes back to
         self.members = group.kept
         self.live: dict[int, Live] = {}
         self.rows: dict[int, str] = {}  # sample -> its row in the table people see
@@ -95,6 +97,21 @@ class GroupWorkflow:
     def deadline_reached(self) -> None:
         """The straggler allowance is used up; the ledger tells the members themselves."""
         self.deadline = True
+
+    @workflow.signal
+    def stuck(self, report: Stuck) -> None:
+        """The steward saw attempts without progress, or that they move again."""
+        for told in report.attempts:
+            live = self.live.get(told.sample)
+            if live and live.attempt == told.attempt:
+                facts = (told.turn, told.tokens, _shown(told.version))
+                waits = f"**{told.waits_on}**: {told.why}"
+                self._tell(told.sample, told.attempt, "stuck", facts, waits, told.since)
+        if report.attempts and self.stage in ("sampling", "quorum"):
+            self.moving = self.stage
+            self._enter("stuck")
+        elif not report.attempts and self.stage == "stuck":
+            self._enter(self.moving)
 
     @workflow.query
     def state(self) -> GroupState:
@@ -244,7 +261,7 @@ class GroupWorkflow:
             **options.attempt_options(self.group, which),
         )
         live = self.live[sample] = Live(attempt=attempt, handle=handle)
-        self._tell(sample, f"{attempt} | running")
+        self._tell(sample, attempt, "running", ("", "", ""), "see Pending Activities", _now())
         return live
 
     def _attempt_in(self, sample: int, attempt: int) -> AttemptIn:
@@ -265,7 +282,9 @@ class GroupWorkflow:
             if answer.adopted is not None:  # given up as lost, but it had joined just before
                 ending = endings.of_result(answer.adopted)
         del self.live[sample]
-        self._tell(sample, f"{attempt} | {ending.told}")
+        ref = ending.ref
+        facts = ("", "", "") if ref is None else (ref.turns, ref.tokens, _shown(ref.version))
+        self._tell(sample, attempt, ending.told, facts, "", _now())
         if ending.kind == "member":
             self.members += 1
             self._note_quorum()
@@ -306,7 +325,11 @@ class GroupWorkflow:
     def _note_quorum(self) -> None:
         group = self.group
         quorum = group.min_members if group.completion == "deadline" else None
-        if quorum and self.stage == "sampling" and quorum <= self.members < group.size:
+        if not quorum or not quorum <= self.members < group.size:
+            return
+        if self.stage == "stuck":
+            self.moving = "quorum"
+        elif self.stage == "sampling":
             self._enter("quorum")
 
     def _enter(self, stage: str) -> None:
@@ -314,17 +337,36 @@ class GroupWorkflow:
             self.stage = stage
             workflow.upsert_search_attributes([namespace.STAGE.value_set(stage)])
 
-    def _tell(self, sample: int, row: str) -> None:
+    def _tell(
+        self,
+        sample: int,
+        attempt: int,
+        status: str,
+        facts: tuple[object, object, object],
+        waits: str,
+        since: str,
+    ) -> None:
         """Refresh the table people see in the Temporal UI; it costs no event."""
-        self.rows[sample] = row
+        cells = (attempt, status, *facts, waits, since)
+        self.rows[sample] = " | ".join(str(cell).replace("|", "/") for cell in cells)
         group = self.group
         causes = ", ".join(f"{cause} {n}" for cause, n in sorted(self.resubmitted.items()))
         lines = [
             f"**{self.members} of {group.size} members** · group {group.group} of run {group.run}"
             f" · generation {group.gen} · kept {group.kept} · resubmitted: {causes or 'none'}",
             "",
-            "| sample | attempt | state |",
-            "|---|---|---|",
+            "| sample | attempt | status | turns | tokens | version | waits on | since |",
+            "|---|---|---|---|---|---|---|---|",
             *(f"| {number} | {text} |" for number, text in sorted(self.rows.items())),
+            "",
+            f"`rollbook inspect {group.run} {group.group}` tells the same from the ledger.",
         ]
         workflow.set_current_details("\n".join(lines))
+
+
+def _now() -> str:
+    return f"{workflow.now():%Y-%m-%d %H:%M:%S}"
+
+
+def _shown(version: int | None) -> str:
+    return "" if version is None else f"v{version}"

@@ -1,13 +1,17 @@
-"""`status`, `inspect`, `stuck` and `sql`: reading the ledger."""
+"""`status`, `inspect` and `sql`: reading the ledger."""
 
+import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from activities import waits
 from domain.errors import ConfigError
-from rollbook.connect import STATE, open_ledger
+from domain.waits import Wait
+from rollbook.connect import STATE, Looking, open_ledger, open_looking
 from rollbook.output import console, print_facts, print_json, print_table
 from storage import reports
 from storage import runs as ledger_runs
@@ -17,12 +21,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 State = Annotated[Path, typer.Option(help="Folder of the local stack.")]
 Run = Annotated[str, typer.Argument(help="Name of the run.")]
 
+Row = dict[str, Any]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command()(status)
     app.command()(inspect)
-    app.command()(stuck)
     app.command()(sql)
 
 
@@ -98,10 +103,20 @@ def inspect(
 ) -> None:
     """The data state of a run, or every attempt and event of one group.
 
+    Of a group: per sample its attempts, what each does, for how long, with how many tokens, and when
+    its worker was last heard.
+
     Example: `rollbook inspect reverse3 42`
     """
-    with open_ledger(state) as ledger:
-        document = ledger.call(_inspect_run if group is None else _inspect_group, run, group)
+    if group is None:
+        with open_ledger(state) as ledger:
+            document = ledger.call(_inspect_run, run)
+    else:
+        with open_looking(state) as looking:
+            document = looking.ledger.call(_inspect_group, run, group)
+            document["samples"] = _samples(
+                document.pop("attempts"), asyncio.run(_live(looking, run, group))
+            )
     if json:
         print_json(document)
         return
@@ -112,7 +127,42 @@ def inspect(
             print_table(part, title=title, empty="none")
 
 
-def _inspect_run(tx: Tx, run: str, _: int | None) -> dict[str, Any]:
+async def _live(looking: Looking, run: str, group: int) -> list[Wait]:
+    """What the live attempts of a group do, by their last heartbeats."""
+    client = await looking.temporal()
+    return await waits.of_attempts(client, looking.ledger, run, silent_s=0.0, group=group)
+
+
+def _samples(attempts: Sequence[Row], live: Sequence[Wait]) -> list[Row]:
+    """One line an attempt: where it is, for how long, with what so far."""
+    doing = {(wait.sample, wait.attempt): wait for wait in live}
+    lines = []
+    for row in attempts:
+        wait = doing.get((row["sample"], row["attempt"]))
+        why = row["resubmitted_as"] or row["cancel_cause"] or row["truncation"]
+        lines.append(
+            {
+                "sample": row["sample"],
+                "attempt": row["attempt"],
+                "state": row["status"] or row["state"],
+                "phase": (wait.phase or wait.on) if wait else ("member" if row["member"] else why),
+                "seconds": row["seconds"],
+                "tokens": row["policy_tokens"],
+                "turns": row["turns"],
+                "version": row["oldest_version"]
+                if row["oldest_version"] is not None
+                else row["pinned_version"],
+                "reward": row["reward"],
+                "last heartbeat": None
+                if wait is None or wait.heartbeat_s is None
+                else f"{wait.heartbeat_s:.1f} s ago",
+                "waits for": f"{wait.on}: {wait.detail}" if wait else row["error"],
+            }
+        )
+    return lines
+
+
+def _inspect_run(tx: Tx, run: str) -> dict[str, Any]:
     found = ledger_runs.read(tx, run)
     order = {
         "permutation": "by seed, per epoch" if found.config.tasks.shuffle else "data order",
@@ -128,9 +178,8 @@ def _inspect_run(tx: Tx, run: str, _: int | None) -> dict[str, Any]:
     }
 
 
-def _inspect_group(tx: Tx, run: str, group: int | None) -> dict[str, Any]:
+def _inspect_group(tx: Tx, run: str, group: int) -> dict[str, Any]:
     ledger_runs.read(tx, run)
-    assert group is not None
     found = reports.group(tx, run, group)
     if found is None:
         raise ConfigError(f"run {run!r} has no group {group}; `rollbook inspect {run}` lists some")
@@ -139,30 +188,6 @@ def _inspect_group(tx: Tx, run: str, group: int | None) -> dict[str, Any]:
         "attempts": reports.attempts(tx, run, group),
         "timeline": reports.timeline(tx, run, group),
     }
-
-
-def stuck(
-    run: Run,
-    silent: Annotated[
-        float | None, typer.Option(help="Seconds without progress that count as stuck.")
-    ] = None,
-    state: State = STATE,
-    json: Json = False,
-) -> None:
-    """Rollouts without progress and what the run waits for.
-
-    Example: `rollbook stuck reverse3 --silent 30`
-    """
-    with open_ledger(state) as ledger:
-        ledger.call(ledger_runs.read, run)
-        rows = ledger.call(reports.stuck, run, silent_s=silent)
-        waiting = ledger.call(reports.waiting, run)
-    if json:
-        print_json({"stuck": rows, "waiting": waiting})
-        return
-    print_table(rows, title="stuck rollouts", empty="none")
-    if waiting:
-        print_facts(waiting, title="the run waits on")
 
 
 def sql(
@@ -177,7 +202,8 @@ def sql(
 
     def ask(tx: Tx) -> list[dict[str, Any]]:
         tx.execute("SET TRANSACTION READ ONLY")
-        cursor = tx.execute(query.encode())  # bytes: the user's own text, on purpose
+        # bytes: the user's own text, on purpose; prepared: one statement, so no COMMIT gets in
+        cursor = tx.execute(query.encode(), prepare=True)
         return cursor.fetchall() if cursor.description else []
 
     with open_ledger(state) as ledger:

@@ -560,7 +560,7 @@ async def test_people_see_each_sample_and_the_sweep_sees_what_is_live(house: Ope
                 pass  # each query is a round trip
         assert [(a.sample, a.attempt) for a in state.live] == [(1, 0)]
         details = await handle.query("__temporal_workflow_metadata")
-        assert "| 0 | 0 | completed, reward 1 |" in str(details)
+        assert "| 0 | 0 | completed, reward 1 | " in str(details)
         described = await handle.describe()
         assert described.raw_description.pending_activities[0].activity_id == "s1.a0"
         await handle.signal(GroupWorkflow.close_group, Close(cause="close"))

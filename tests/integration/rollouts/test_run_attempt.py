@@ -165,7 +165,14 @@ async def test_a_session_is_recorded_token_by_token(
     environment.on_heartbeat = on_heartbeat
     ref = await Worker(b, client, Session(run)).play(b.key(group, 0), environment)
     assert ref == AttemptRef(
-        sample=0, attempt=0, status="completed", member=True, reward=0.5, tokens=8, turns=3
+        sample=0,
+        attempt=0,
+        status="completed",
+        member=True,
+        reward=0.5,
+        tokens=8,
+        turns=3,
+        version=0,
     )
     read = b.ledger.call(segments.read, b.run, group, 0, 0)
     assert [s.prompt_ids.tolist() for s in read] == [[5, 6], [5, 6, 100, 101, 2, 9], [1]]
