@@ -34,6 +34,7 @@ class EnvRollout:
         self._name = type(env).__name__
         self._recorder = recorder
         self._chat = chat
+        self._limit_s = config.groups.environment_timeout
         self._tool_output_tokens = config.budget.tool_output_tokens
         self._turns = Turns(recorder, Limits.of(config), max_turns=config.budget.max_turns)
         self._conversation = Conversation(
@@ -79,10 +80,12 @@ class EnvRollout:
         task = self._view.task
         if cause is None:
             where = f"{self._name}.reward"
-            value = await verdict(where, self._env.reward, self._view, task)
+            value = await verdict(where, self._env.reward, self._view, task, limit_s=self._limit_s)
         else:
             where = f"{self._name}.on_truncated"
-            value = await verdict(where, self._env.on_truncated, self._view, task, cause)
+            value = await verdict(
+                where, self._env.on_truncated, self._view, task, cause, limit_s=self._limit_s
+            )
         unjudged = cause is not None and value is None
         return Outcome(
             status,
@@ -102,7 +105,9 @@ class EnvRollout:
             self._refresh()
             tools = ", ".join(_called(self._view.messages[-1]))
             self._recorder.progress("environment", turn=self._turns.turns, tools=tools)
-            result = await guarded(f"{self._name}.on_turn", self._env.on_turn(self._view))
+            result = await guarded(
+                f"{self._name}.on_turn", self._env.on_turn(self._view), limit_s=self._limit_s
+            )
             if result is None:
                 return
             new = self._read(result)
@@ -126,14 +131,18 @@ class EnvRollout:
         self._recorder.progress("reset")
         if saved is None or recovery == "stateless":
             where = f"{self._name}.reset"
-            first: object = await guarded(where, self._env.reset(self._view.task))
+            first: object = await guarded(
+                where, self._env.reset(self._view.task), limit_s=self._limit_s
+            )
             if saved is None:
                 await self._go_on(self._messages(first, "reset"), fresh=True)
                 return
         self._restore_history(saved)
         if recovery == "snapshot":
             where = f"{self._name}.restore"
-            await guarded(where, self._env.restore(self._view, saved["environment"]))
+            await guarded(
+                where, self._env.restore(self._view, saved["environment"]), limit_s=self._limit_s
+            )
 
     async def _go_on(self, new: list[Message], *, fresh: bool) -> None:
         """Put messages before the model, and keep this turn boundary."""
@@ -153,7 +162,9 @@ class EnvRollout:
         if self._env.recovery == "snapshot":
             self._refresh()
             where = f"{self._name}.snapshot"
-            environment = await guarded(where, self._env.snapshot(self._view))
+            environment = await guarded(
+                where, self._env.snapshot(self._view), limit_s=self._limit_s
+            )
             if (reason := not_json(environment)) is not None:
                 raise SourceBroken(f"{where} returned no JSON value: {reason}")
         state = {

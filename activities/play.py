@@ -54,7 +54,9 @@ async def play(
     images = config.budget.max_images
     try:
         if isinstance(source, PromptSource):
-            return await _play_prompt(source, task, turns, Conversation(chat, max_images=images))
+            limit_s = config.groups.environment_timeout
+            conversation = Conversation(chat, max_images=images)
+            return await _play_prompt(source, task, turns, conversation, limit_s)
         return await _play_session(source, task, turns, BudgetedRecorder(turns, chat, images))
     except Failed as failure:
         return Outcome(
@@ -96,7 +98,11 @@ def rehearse(source: Source, tasks: Sequence[Task], *, config: RunConfig, chat: 
 
 
 async def _play_prompt(
-    source: PromptSource, task: Task, turns: Turns, conversation: Conversation
+    source: PromptSource,
+    task: Task,
+    turns: Turns,
+    conversation: Conversation,
+    limit_s: float | None,
 ) -> Outcome:
     """One turn. A draw that a budget cut short is truncated, and still scored."""
     messages = _messages(task)
@@ -109,7 +115,7 @@ async def _play_prompt(
     turns.recorder.progress("verifier")
     where = f"the reward function {getattr(source.reward, '__qualname__', source.reward)!r}"
     answer = conversation.chat.text(conversation.sampled)
-    value = await verdict(where, source.reward, answer, task)
+    value = await verdict(where, source.reward, answer, task, limit_s=limit_s)
     return Outcome(status, reward=as_reward(value, where), cause=cause, turns=turns.turns)
 
 

@@ -17,15 +17,22 @@ T = TypeVar("T")
 _PASSED_ON = (AgentError, BudgetExhausted, Failed, LedgerError, SourceBroken)
 
 
-async def guarded(where: str, call: Awaitable[T]) -> T:
-    """Await user code.
+async def guarded(where: str, call: Awaitable[T], *, limit_s: float | None = None) -> T:
+    """Await user code, for `limit_s` seconds at most.
 
     Raises:
-        Failed: it raised; names `where` and what it raised.
+        Failed: it raised, or took too long; names `where` and what it raised.
         AgentError, BudgetExhausted, LedgerError, SourceBroken: as they were raised.
     """
     try:
-        return await call
+        async with asyncio.timeout(limit_s) as limit:
+            return await call
+    except TimeoutError as error:
+        if limit.expired():
+            raise Failed(
+                f"{where} took longer than groups.environment_timeout = {limit_s:g} s"
+            ) from error
+        raise Failed(clean(f"{where} raised TimeoutError: {error}")) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -37,18 +44,20 @@ async def guarded(where: str, call: Awaitable[T]) -> T:
         raise Failed(clean(f"{where} raised {type(error).__name__}: {error}")) from error
 
 
-async def verdict(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
+async def verdict(
+    where: str, function: Callable[..., Any], *arguments: Any, limit_s: float | None = None
+) -> Any:
     """Call a verifier; a plain function runs in a thread, so that it cannot stop heartbeats.
 
     Raises:
-        Failed: it raised; names `where`.
+        Failed: it raised, or took longer than `limit_s` seconds; names `where`.
         SourceBroken, LedgerError: as they were raised.
     """
     try:
         if inspect.iscoroutinefunction(function):
-            return await guarded(where, function(*arguments))
-        value = await guarded(where, asyncio.to_thread(function, *arguments))
-        return await guarded(where, value) if inspect.isawaitable(value) else value
+            return await guarded(where, function(*arguments), limit_s=limit_s)
+        value = await guarded(where, asyncio.to_thread(function, *arguments), limit_s=limit_s)
+        return await guarded(where, value, limit_s=limit_s) if inspect.isawaitable(value) else value
     except (AgentError, BudgetExhausted) as error:
         raise Failed(clean(f"{where} raised {type(error).__name__}: {error}")) from error
 

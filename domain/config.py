@@ -76,6 +76,9 @@ class Groups(Section):
     """Platform losses that abandon a group."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds from submission until an attempt is cancelled."""
+    environment_timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that one call of the environment or of a verifier may take; a longer one ends the
+    attempt as `infra_error`, the function named."""
     quarantine_after: Positive | None = 3
     """Groups of one task, abandoned by the task's own failures, after which it is not drawn again
     (`rollbook quarantine RUN --release TASK`). Without it: never."""

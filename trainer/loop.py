@@ -21,6 +21,7 @@ from typing import Literal
 
 from domain import failpoints
 from domain.config import Services
+from domain.data import TaskStream
 from domain.errors import ConfigError, Fenced, RollbookError, RunStopped
 from domain.risks import acknowledged
 from storage import datasets, runs
@@ -29,7 +30,7 @@ from storage.objects import ObjectStore
 from trainer.consumer import Consumer
 from trainer.creation import Workshop
 from trainer.lease import LEASE_S, Lease, acquire
-from trainer.session import Session
+from trainer.session import Session, Trained
 from trainer.waiting import Stopped, Waits
 
 PATIENCE_S = 600.0
@@ -46,6 +47,8 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     lease_s: float = LEASE_S,
     patience_s: float = PATIENCE_S,
+    stream: TaskStream | None = None,
+    watcher: Callable[[Trained], None] = lambda _: None,
 ) -> str:
     """Train a run of the ledger until it ends, is told to stop, or fails.
 
@@ -57,6 +60,8 @@ def run(
         stop: asked at every poll; True ends the process with a checkpoint.
         lease_s: how long others must wait after this process died.
         patience_s: seconds for which an outage of Postgres, the store or the engines only stalls.
+        stream: the run's data, where it is an object of this process and not `tasks.dataset`.
+        watcher: called after each step that this process applied; the next one waits for it.
 
     Returns:
         the run's state: `finished`, `closed`, or `failed` with the cause in the ledger.
@@ -81,7 +86,7 @@ def run(
         waits = Waits(stop, lease, patience_s=patience_s)
         workshop = Workshop(ledger, ObjectStore(services), scratch, waits, run, epoch)
         try:
-            return _train(workshop)
+            return _train(workshop, stream, watcher)
         except Fenced:
             raise
         except RunStopped as ended:
@@ -93,7 +98,9 @@ def run(
             return _close(workshop, "failed", failure)
 
 
-def _train(workshop: Workshop) -> str:
+def _train(
+    workshop: Workshop, stream: TaskStream | None, watcher: Callable[[Trained], None]
+) -> str:
     """Everything between the lease and the close."""
     found = workshop.ledger.call(runs.read, workshop.run)
     if found.state == "finished":
@@ -105,14 +112,16 @@ def _train(workshop: Workshop) -> str:
         )
     for risk in acknowledged(found.config):
         log.warning("run %s: %s", found.id, risk)
-    stream = datasets.open_stream(found.config)
+    stream = stream or datasets.open_stream(found.config)
     try:
         if found.state == "creating":
             workshop.create(found, stream.position(0))
             found = workshop.ledger.call(runs.read, workshop.run)
         learner, state = workshop.restore(found)
         consumer = Consumer(workshop.ledger, workshop.run, workshop.epoch, stream, workshop.waits)
-        session = Session(workshop, learner, consumer, step=state.step, version=state.version)
+        session = Session(
+            workshop, learner, consumer, step=state.step, version=state.version, watcher=watcher
+        )
         failpoints.reach("restored")
         consumer.verify_data(state.position)
         session.replay()

@@ -1,14 +1,18 @@
 """A restored run at work: replay, then publish, plan, compute, apply and checkpoint, step by step."""
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from domain import failpoints
+from domain.rollouts import Rollout
 from storage import checkpoints, runs, steps
 from storage.database import Tx
 from storage.runs import Run
 from storage.steps import Planned
 from trainer import batch, booking, checkpoint, determinism
+from trainer.batch import Batch
+from trainer.booking import Booked
 from trainer.consumer import Consumer, End
 from trainer.creation import Workshop
 from trainer.drift import DriftGuard
@@ -17,6 +21,17 @@ from trainer.publishing import Publisher
 from trainer.update import Learner, Outcome
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A step that was applied, for whoever watches the session."""
+
+    step: int
+    version: int
+    """After it."""
+    metrics: Mapping[str, float]
+    rollouts: Sequence[Rollout]
 
 
 @dataclass
@@ -28,6 +43,8 @@ class Session:
     consumer: Consumer
     step: int
     version: int
+    watcher: Callable[[Trained], None] = lambda _: None
+    """Called after each step that this process applied; the next one begins when it returns."""
 
     def __post_init__(self) -> None:
         w, config = self.workshop, self.learner.config
@@ -60,7 +77,8 @@ class Session:
                 steps.read_plan, self.workshop.run, step, self.consumer.share
             )
             assert plan is not None, f"applied step {step} has no plan"
-            outcome = self._compute(plan)
+            planned = batch.read(self.workshop.ledger, self.consumer, plan)
+            outcome = self._compute(plan, planned)
             self.workshop.ledger.call(
                 steps.verify_replay,
                 self.workshop.run,
@@ -85,11 +103,20 @@ class Session:
                 log.info("run %s ends: %s", self.workshop.run, plan.reason)
                 self.checkpoint()
                 return
-            outcome = self._compute(plan)
-            self._apply(plan, outcome)
+            planned = batch.read(self.workshop.ledger, self.consumer, plan)
+            outcome = self._compute(plan, planned)
+            booked = self._apply(plan, outcome)
             self._advance(outcome)
             self._checkpoint_if_due()
             self._watch(outcome)
+            self.watcher(
+                Trained(
+                    step=plan.step,
+                    version=self.version,
+                    metrics=booked.metrics,
+                    rollouts=planned.rollouts,
+                )
+            )
 
     def checkpoint(self) -> None:
         """Make the present step durable."""
@@ -150,13 +177,12 @@ class Session:
 
         w.ledger.call(pause)
 
-    def _compute(self, plan: Planned) -> Outcome:
+    def _compute(self, plan: Planned, planned: Batch) -> Outcome:
         """The step's effect on the weights: a function of its plan and the weights before it."""
         determinism.seed_step(self.learner.config.seed, plan.step, self.consumer.share)
-        planned = batch.read(self.workshop.ledger, self.consumer, plan)
         return self.learner.step(planned, self.version)
 
-    def _apply(self, plan: Planned, outcome: Outcome) -> None:
+    def _apply(self, plan: Planned, outcome: Outcome) -> Booked:
         w = self.workshop
         waited = w.waits.take()
         done = booking.Done(
@@ -166,9 +192,10 @@ class Session:
             optimizer_updates=outcome.optimizer_updates,
             metrics=outcome.metrics,
         )
-        booking.book(w.ledger, w.run, w.epoch, plan, done, waited)
+        booked = booking.book(w.ledger, w.run, w.epoch, plan, done, waited)
         _tell(plan, outcome, waited)
         failpoints.reach("apply_done")
+        return booked
 
     def _advance(self, outcome: Outcome) -> None:
         self.step += 1

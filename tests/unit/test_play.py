@@ -777,3 +777,26 @@ def test_what_would_fail_every_rollout_is_refused_before_the_run(chat: Chat) -> 
             config=config(max_context_tokens=56),
             chat=chat,
         )
+
+
+@pytest.mark.parametrize("hook", ["reset", "on_turn", "reward"])
+async def test_an_environment_that_takes_too_long_is_named(chat: Chat, hook: str) -> None:
+    class Slow(Env):
+        async def reset(self, task: Task) -> list[Message]:
+            if hook == "reset":
+                await asyncio.Event().wait()
+            return [{"role": "user", "content": "go"}]
+
+        async def on_turn(self, rollout: RolloutView) -> list[Message] | TurnResult | None:
+            if hook == "on_turn":
+                await asyncio.Event().wait()
+            return None
+
+        async def reward(self, rollout: RolloutView, task: Task) -> float:
+            await asyncio.Event().wait()
+            return 1.0
+
+    limited = config(groups={"environment_timeout": 0.02})
+    outcome = await play(Slow(), TASK, Scripted(chat, "21"), config=limited, chat=chat)
+    assert outcome.status is Status.INFRA_ERROR
+    assert outcome.detail == f"Slow.{hook} took longer than groups.environment_timeout = 0.02 s"
