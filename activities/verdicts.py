@@ -24,8 +24,9 @@ async def guarded(where: str, call: Awaitable[T], *, limit_s: float | None = Non
         Failed: it raised, or took too long; names `where` and what it raised.
         AgentError, BudgetExhausted, LedgerError, SourceBroken: as they were raised.
     """
+    limit = asyncio.timeout(limit_s)
     try:
-        async with asyncio.timeout(limit_s) as limit:
+        async with limit:
             return await call
     except TimeoutError as error:
         if limit.expired():

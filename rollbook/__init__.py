@@ -13,6 +13,7 @@ claim_root()
 if TYPE_CHECKING:  # the same names, for type checkers
     from domain.config import RunConfig as RunConfig
     from domain.config import Services as Services
+    from domain.config import TinyModel as TinyModel
     from domain.environments import Env as Env
     from domain.environments import HarnessSource as HarnessSource
     from domain.environments import Outcome as Outcome
@@ -32,22 +33,42 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from domain.rollouts import Task as Task
     from domain.tools import Tool as Tool
     from domain.tools import tool as tool
+    from rollbook.async_trainer import AsyncTrainer as AsyncTrainer
+    from rollbook.async_trainer import Step as Step
     from rollbook.objective import Objective as Objective
     from rollbook.objective import State as State
     from rollbook.publishers import EnginePublisher as EnginePublisher
     from rollbook.publishers import Publisher as Publisher
     from rollbook.record import SchedulerRecord as SchedulerRecord
+    from rollbook.rollout_engine import RolloutEngine as RolloutEngine
     from rollbook.scheduler import RolloutScheduler as RolloutScheduler
+    from rollbook.settings import AdamW as AdamW
+    from rollbook.settings import Batchwise as Batchwise
+    from rollbook.settings import Budget as Budget
+    from rollbook.settings import GroupCentered as GroupCentered
+    from rollbook.settings import GroupCompletion as GroupCompletion
+    from rollbook.settings import KVCache as KVCache
+    from rollbook.settings import LeaveOneOut as LeaveOneOut
+    from rollbook.settings import Loss as Loss
     from trainer.objective import policy_loss as policy_loss
     from trainer.objective import usable_gradient as usable_gradient
 
 _HOMES = {
+    "AdamW": "rollbook.settings",
     "AgentError": "domain.errors",
+    "AsyncTrainer": "rollbook.async_trainer",
+    "Batchwise": "rollbook.settings",
+    "Budget": "rollbook.settings",
     "BudgetExhausted": "domain.errors",
     "EnginePublisher": "rollbook.publishers",
     "Env": "domain.environments",
+    "GroupCentered": "rollbook.settings",
+    "GroupCompletion": "rollbook.settings",
     "HarnessSource": "domain.environments",
     "InfrastructureError": "domain.errors",
+    "KVCache": "rollbook.settings",
+    "LeaveOneOut": "rollbook.settings",
+    "Loss": "rollbook.settings",
     "Objective": "rollbook.objective",
     "Outcome": "domain.environments",
     "PromptSource": "domain.environments",
@@ -55,6 +76,7 @@ _HOMES = {
     "Recorder": "domain.environments",
     "Reward": "domain.rollouts",
     "Rollout": "domain.rollouts",
+    "RolloutEngine": "rollbook.rollout_engine",
     "RolloutScheduler": "rollbook.scheduler",
     "RolloutView": "domain.environments",
     "RunConfig": "domain.config",
@@ -64,7 +86,9 @@ _HOMES = {
     "SessionSource": "domain.environments",
     "State": "rollbook.objective",
     "Status": "domain.rollouts",
+    "Step": "rollbook.async_trainer",
     "Task": "domain.rollouts",
+    "TinyModel": "domain.config",
     "Tool": "domain.tools",
     "TurnResult": "domain.environments",
     "policy_loss": "trainer.objective",

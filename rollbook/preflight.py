@@ -9,6 +9,8 @@ from activities.play import rehearse
 from domain import sources
 from domain.capabilities import BUILT_IN, missing
 from domain.config import RunConfig
+from domain.data import TaskStream
+from domain.environments import Source
 from domain.errors import ConfigError
 from storage import datasets
 from trainer import folders
@@ -34,11 +36,32 @@ def check(config: RunConfig, *, own_engine: bool = False) -> Plan:
     Raises:
         ConfigError: names the thing, the value and the remedy.
     """
-    lacks = missing(config, max_resident=config.engine.max_resident, capabilities=BUILT_IN)
-    if own_engine and lacks:
-        raise ConfigError(f"the built-in engine cannot sample for this run: {'; '.join(lacks)}")
+    check_engine(config, own=own_engine)
     source = sources.load(config)
     stream = datasets.open_stream(config)
+    check_parts(config, source, stream)
+    if config.evaluation is not None:
+        datasets.read_tasks(config.evaluation.dataset, root=Path(config.root))
+    return Plan(tasks=len(stream.tasks), batches=stream.batches)
+
+
+def check_engine(config: RunConfig, *, own: bool) -> None:
+    """Refuse a run that the built-in engine of `[engine]`, if it is to sample, cannot serve.
+
+    Raises:
+        ConfigError: names what is missing and the remedy.
+    """
+    lacks = missing(config, max_resident=config.engine.max_resident, capabilities=BUILT_IN)
+    if own and lacks:
+        raise ConfigError(f"the built-in engine cannot sample for this run: {'; '.join(lacks)}")
+
+
+def check_parts(config: RunConfig, source: Source, stream: TaskStream) -> None:
+    """Try the model's description on the source and the first batch.
+
+    Raises:
+        ConfigError: names the thing, the value and the remedy.
+    """
     if not stream.batch(0):
         raise ConfigError(f"tasks.dataset = {config.tasks.dataset!r} holds no task")
     with tempfile.TemporaryDirectory() as scratch:
@@ -47,6 +70,3 @@ def check(config: RunConfig, *, own_engine: bool = False) -> Plan:
         folders.check_context(folder, config)
         chat = Chat.open(folder, renderer=config.model.renderer)
         rehearse(source, stream.batch(0), config=config, chat=chat)
-    if config.evaluation is not None:
-        datasets.read_tasks(config.evaluation.dataset, root=Path(config.root))
-    return Plan(tasks=len(stream.tasks), batches=stream.batches)

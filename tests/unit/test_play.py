@@ -796,7 +796,9 @@ async def test_an_environment_that_takes_too_long_is_named(chat: Chat, hook: str
             await asyncio.Event().wait()
             return 1.0
 
-    limited = config(groups={"environment_timeout": 0.02})
+    free = config()
+    groups = free.groups.model_copy(update={"environment_timeout": 0.02})
+    limited = free.model_copy(update={"groups": groups})
     outcome = await play(Slow(), TASK, Scripted(chat, "21"), config=limited, chat=chat)
     assert outcome.status is Status.INFRA_ERROR
     assert outcome.detail == f"Slow.{hook} took longer than groups.environment_timeout = 0.02 s"
