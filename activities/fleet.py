@@ -94,6 +94,8 @@ class Fleet:
     ledger: Ledger
     engines: EngineClient
     urls: Sequence[str]
+    only: str | None = None
+    """The run these engines were started for; None: they serve every run of the ledger."""
     _loading: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _held: set[str] = field(default_factory=set)
     """Runs whose policies some engine has held."""
@@ -108,6 +110,9 @@ class Fleet:
         """Let go of superseded versions that nothing pins; the next rounds unload them."""
         for run in await self.ledger.run(census.runs_to_tend, sorted(self._held)):
             await self.ledger.run(versions.retire, run)
+
+    def _serves(self, run: str) -> bool:
+        return self.only is None or run == self.only
 
     async def stop(self) -> None:
         """Give up what is loading; engines finish or drop it by themselves."""
@@ -124,7 +129,7 @@ class Fleet:
             return
         held = {policy_version(name)[0] for name in health.policies if _is_ours(name)}
         self._held |= held
-        for run in await self.ledger.run(census.runs_to_tend, sorted(held)):
+        for run in filter(self._serves, await self.ledger.run(census.runs_to_tend, sorted(held))):
             await self.ledger.run(
                 versions.see_engine, run, url, health.incarnation, health.max_resident, ALIVE_S
             )
@@ -141,8 +146,8 @@ class Fleet:
                     await unload(self.ledger, self.engines, url, name)
             acknowledged = await self.ledger.run(census.acknowledged, url, health.incarnation)
             for name, need in wanted.items():
-                if need == "load" and name not in acknowledged:
-                    run, version = policy_version(name)
+                run, version = policy_version(name)
+                if need == "load" and name not in acknowledged and self._serves(run):
                     await load(self.ledger, self.engines, run, version, url)
             self._say(url, "")
         except (EngineError, DigestMismatch, LedgerError, *AWAY) as error:

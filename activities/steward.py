@@ -101,7 +101,7 @@ class Steward:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._hold(lock))
                 tasks.create_task(self._relay())
-                for name, every, step in (
+                for name, seconds, step in (
                     ("namespace", rhythm.namespace, self._ensure_namespace),
                     ("fleet", rhythm.fleet, self.fleet.tend),
                     ("retirement", rhythm.retirement, self.fleet.retire),
@@ -109,7 +109,7 @@ class Steward:
                     ("sweep", rhythm.sweep, self.sweep.run),
                     ("housekeeping", rhythm.housekeeping, self._keep_house),
                 ):
-                    tasks.create_task(_every(name, every, step))
+                    tasks.create_task(every(name, seconds, step))
         finally:
             await self.fleet.stop()
 
@@ -143,14 +143,24 @@ class Steward:
         await self.ledger.run(housekeeping.add_event_partitions, datetime.now(UTC).date())
 
 
+async def tend_own(fleet: Fleet, rhythm: Rhythm = Rhythm()) -> None:
+    """Tend engines that serve one run, leading or not: another ledger worker cannot see them."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(every("fleet", rhythm.fleet, fleet.tend))
+            tasks.create_task(every("retirement", rhythm.retirement, fleet.retire))
+    finally:
+        await fleet.stop()
+
+
 async def _locked(connection: Connection) -> bool:
     cursor = await connection.execute(f"SELECT pg_try_advisory_lock({LEADERSHIP})")
     row = await cursor.fetchone()
     return bool(row and row[0])
 
 
-async def _every(name: str, seconds: float, step: Callable[[], Awaitable[object]]) -> None:
-    """Repeat a step for ever; what is away is waited for, anything else ends the steward."""
+async def every(name: str, seconds: float, step: Callable[[], Awaitable[object]]) -> None:
+    """Repeat a step for ever; what is away is waited for, anything else is raised."""
     said = ""
     while True:
         try:

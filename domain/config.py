@@ -545,6 +545,8 @@ class Services(Section):
     """`AWS_REGION`"""
     engines: tuple[str, ...] = ()
     """`ROLLBOOK_ENGINES`: base URLs, separated by commas."""
+    engines_run: str | None = None
+    """`ROLLBOOK_ENGINES_RUN`: the one run these engines serve; default: every run of the ledger."""
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         hidden = ("s3_access_key", "s3_secret_key", "database_url")
@@ -592,4 +594,5 @@ VARIABLES = {
     "s3_secret_key": "AWS_SECRET_ACCESS_KEY",
     "s3_region": "AWS_REGION",
     "engines": "ROLLBOOK_ENGINES",
+    "engines_run": "ROLLBOOK_ENGINES_RUN",
 }

@@ -56,7 +56,7 @@ class Job:
         self._own_engine = not services.engines
         if self._own_engine:
             url = f"http://127.0.0.1:{ports.choose(0)}"
-            services = services.model_copy(update={"engines": (url,)})
+            services = services.model_copy(update={"engines": (url,), "engines_run": config.name})
         self.services = services
         self._on_change = on_change
         self._supervisor: Supervisor | None = None

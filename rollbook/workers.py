@@ -225,17 +225,19 @@ def _ledger_parts(
     from activities.inference import EngineClient
     from activities.publish import EngineActivities
     from activities.relay import Relay
-    from activities.steward import Rhythm, Steward
+    from activities.steward import Rhythm, Steward, tend_own
     from activities.sweep import Sweep
     from storage.objects import ObjectStore
 
     engines = EngineClient()
     stack.push_async_callback(engines.aclose)
+    fleet = Fleet(ledger, engines, services.engines, only=services.engines_run)
+    own = services.engines_run is not None
     steward = Steward(
         database_url=services.database_url,
         ledger=ledger,
         client=client,
-        fleet=Fleet(ledger, engines, services.engines),
+        fleet=Fleet(ledger, engines, ()) if own else fleet,
         relay=Relay(ledger, client),
         sweep=Sweep(ledger, client, grace_s=grace_s),
         rhythm=Rhythm(sweep=min(Rhythm.sweep, grace_s / 2)),
@@ -250,7 +252,7 @@ def _ledger_parts(
         default_heartbeat_throttle_interval=THROTTLE,
         graceful_shutdown_timeout=timedelta(seconds=2),  # a load is done again elsewhere
     )
-    return Parts([worker], [steward.run()])
+    return Parts([worker], [steward.run(), *([tend_own(fleet)] if own else [])])
 
 
 def _rollout_parts(

@@ -28,7 +28,7 @@ from activities.inference import EngineClient, Health
 from activities.ledger import LedgerActivities
 from activities.publish import EngineActivities, ServingActivities
 from activities.relay import Relay
-from activities.steward import Rhythm, Steward
+from activities.steward import Rhythm, Steward, tend_own
 from activities.sweep import Sweep
 from domain.config import Services
 from domain.errors import EngineRefused, EngineUnavailable
@@ -394,6 +394,21 @@ async def test_a_version_is_served_once_every_live_engine_holds_it(scene: Scene)
         old = policy_name(scene.run.run, 0)
         await until(lambda: old not in scene.engines.health_by_url[urls[1]].policies)
         steward.cancel()
+
+
+async def test_engines_that_were_started_for_one_run_serve_no_other(scene: Scene) -> None:
+    mine, other = scene.engines.add("http://mine"), scene.engines.add("http://other")
+    scene.run.do("DELETE FROM engine_versions")
+    scene.run.do("DELETE FROM engines")
+    strangers = Fleet(scene.ledger, scene.engines, [other], only="another-run")
+    own = Fleet(scene.ledger, scene.engines, [mine], only=scene.run.run)
+    async with asyncio.TaskGroup() as tasks:  # neither worker leads
+        loops = [tasks.create_task(tend_own(fleet, QUICK)) for fleet in (strangers, own)]
+        await until(lambda: len(_routes(scene, 0)) == 1)
+        for loop in loops:
+            loop.cancel()
+    assert scene.ledger.call(live, scene.run.run) == [(mine, 1)]
+    assert scene.engines.loads == [(mine, policy_name(scene.run.run, 0))]
 
 
 async def test_an_engine_with_one_slot_swaps(

@@ -44,7 +44,7 @@ def test_each_command_is_one_the_cli_accepts(name: str) -> None:
 def test_each_process_gets_the_variables_that_services_need(name: str) -> None:
     given = set(OURS[name]["environment"])
     assert given <= set(VARIABLES.values())
-    assert given >= set(VARIABLES.values()) - {"ROLLBOOK_TEMPORAL_UI"}
+    assert given >= set(VARIABLES.values()) - {"ROLLBOOK_TEMPORAL_UI", "ROLLBOOK_ENGINES_RUN"}
 
 
 def test_ports_are_bound_to_loopback_only() -> None:
