@@ -35,8 +35,8 @@ def refuse_own_loop(config: RunConfig) -> None:
     """
     if config.tasks.dataset == OWN_LOOP:
         raise ConfigError(
-            f"run {config.name!r} is trained by a Python loop (RolloutScheduler); start that program "
-            "again, it goes on by itself"
+            f"run {config.name!r} is trained by a Python loop (RolloutScheduler, AsyncTrainer); start "
+            "that program again, it goes on by itself"
         )
 
 

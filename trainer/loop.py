@@ -76,7 +76,8 @@ def run(
             services.database_url, pool=2, application=f"trainer {run}", patience_s=patience_s
         )
         stack.callback(ledger.close)
-        datasets.refuse_own_loop(ledger.call(runs.read, run).config)
+        if stream is None:
+            datasets.refuse_own_loop(ledger.call(runs.read, run).config)
         epoch = acquire(ledger, run, holder, force=force, lease_s=lease_s, stop=stop)
         failpoints.reach("resume_done")
         renewals = Ledger.open(services.database_url, pool=1, application=f"lease {run}")

@@ -1,0 +1,266 @@
+"""Draws the pictures of docs/policy-versions.md from the ledger of four small real runs.
+
+    python docs/pictures/policy_versions.py --state .rollbook     # trains them first, a few minutes
+
+Nothing is drawn that did not happen: bars are `segments` rows, lines are `policy_versions.served_at`,
+holds are `steps.held` events.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollbook import (
+    AsyncTrainer,
+    Budget,
+    Env,
+    GroupCompletion,
+    KVCache,
+    RolloutEngine,
+    RolloutView,
+    Task,
+    TinyModel,
+)
+from rollbook.connect import open_ledger
+from storage.database import Ledger
+
+HERE = Path(__file__).parent
+COLOURS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#c2a900", "#e8743b", "#b5305c", "#7a7a7a")
+STEPS = 7
+BOUND = 1
+
+
+class Wanderer(Env):
+    """Turns with pauses, a few rollouts with many: what a tool-using agent looks like in time."""
+
+    recovery = "stateless"
+
+    async def reset(self, task: Task) -> list[dict[str, Any]]:
+        """Pose something."""
+        return [{"role": "user", "content": f"{task.data['n']:03d}" * 6 + "="}]
+
+    async def on_turn(self, rollout: RolloutView) -> list[dict[str, Any]] | None:
+        """Go on for a while; some rollouts are slow."""
+        tail = random.Random(f"{rollout.task.id}/{rollout.messages[1]['content']}").random()
+        if rollout.turns >= (3 if tail < 0.75 else 7):
+            return None
+        await asyncio.sleep(0.3 if tail < 0.75 else 0.9)
+        return [{"role": "user", "content": "?="}]
+
+    async def reward(self, rollout: RolloutView, task: Task) -> float:
+        """Sevens are good."""
+        said = "".join(str(m["content"]) for m in rollout.messages if m["role"] == "assistant")
+        return said.count("7") / max(1, len(said))
+
+
+def trainer(name: str, state: Path) -> AsyncTrainer:
+    """One of the four runs."""
+    segment = name == "picture-segment"
+    mask = name in ("picture-segment", "picture-mask")
+    engine = RolloutEngine(
+        TinyModel(alphabet="0123456789=?", dim=16, layers=1, heads=2, max_positions=80),
+        env=Wanderer(),
+        budget=Budget(max_generated_tokens=48, segment_tokens=4, max_turn_tokens=4),
+        sampling_policy="segment" if segment else "trajectory",
+        kv_cache=KVCache(max_staleness=1) if segment else KVCache(),
+        sample_timeout=120.0,
+    )
+    return AsyncTrainer(
+        engine=engine,
+        optimizer=1e-3,
+        completion=GroupCompletion(),
+        groups_per_step=2,
+        group_size=4,
+        max_staleness=BOUND,
+        stale_policy="mask_span" if mask else "wait",
+        allow_trajectory_loss=mask,
+        order="admission" if mask else "deadline",
+        width=80,
+        run=name,
+        state=state,
+    )
+
+
+@dataclass
+class Drawing:
+    """Shapes of one picture."""
+
+    width: int
+    height: int
+    shapes: list[str] = field(default_factory=list)
+
+    def box(self, x: float, y: float, w: float, h: float, fill: str, *, title: str = "") -> None:
+        """A filled rectangle that says what it is."""
+        self.shapes.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(w, 0.8):.1f}" height="{h:.1f}" '
+            f'fill="{fill}"><title>{title}</title></rect>'
+        )
+
+    def line(self, x: float, y: float, to: float, colour: str) -> None:
+        """A vertical line."""
+        self.shapes.append(
+            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x:.1f}" y2="{to:.1f}" stroke="{colour}" '
+            'stroke-dasharray="3 2"/>'
+        )
+
+    def text(self, x: float, y: float, words: str, *, size: int = 12, colour: str = "#222") -> None:
+        """Words that begin at a point."""
+        self.shapes.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}">{words}</text>'
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the picture."""
+        body = "\n".join(self.shapes)
+        path.write_text(
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" '
+            f'height="{self.height}" font-family="sans-serif">\n'
+            f'<rect width="100%" height="100%" fill="white"/>\n'
+            '<defs><pattern id="old" width="6" height="6" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><rect width="6" height="6" fill="#eee"/>'
+            '<line x1="0" y1="0" x2="0" y2="6" stroke="#999" stroke-width="2"/></pattern></defs>\n'
+            f"{body}\n</svg>\n"
+        )
+
+
+def rows(ledger: Ledger, query: str, run: str) -> list[dict[str, Any]]:
+    """Rows of a query whose `%(run)s` is the run."""
+    with ledger.transaction() as tx:
+        return tx.execute(query, {"run": run}).fetchall()
+
+
+SEGMENTS = """
+SELECT s.group_id, s.sample, s.seq, s.tokens, s.version_spans,
+    extract(epoch FROM coalesce(lag(s.created_at) OVER w, a.started_at) - r.began)::float8 AS start,
+    extract(epoch FROM s.created_at - r.began)::float8 AS stop
+FROM segments s JOIN attempts a USING (run_id, group_id, sample, attempt),
+    LATERAL (SELECT min(started_at) AS began FROM attempts WHERE run_id = %(run)s) r
+WHERE s.run_id = %(run)s AND a.member
+WINDOW w AS (PARTITION BY s.group_id, s.sample ORDER BY s.seq)
+ORDER BY s.group_id, s.sample, s.seq"""
+
+SERVED = """
+SELECT version, extract(epoch FROM served_at - r.began)::float8 AS at FROM policy_versions,
+    LATERAL (SELECT min(started_at) AS began FROM attempts WHERE run_id = %(run)s) r
+WHERE run_id = %(run)s AND served_at IS NOT NULL ORDER BY version"""
+
+AGES = """
+SELECT q.step, t.version_before - v.version AS age, v.version, sum(v.tokens)::int AS tokens
+FROM queue q JOIN steps t USING (run_id, step)
+JOIN attempts a ON (a.run_id, a.group_id, a.part) = (q.run_id, q.group_id, q.part) AND a.member
+JOIN segments s ON (s.run_id, s.group_id, s.sample, s.attempt)
+    = (a.run_id, a.group_id, a.sample, a.attempt)
+CROSS JOIN LATERAL (SELECT s.version_spans[i] AS version, s.version_spans[i + 1] AS tokens
+    FROM generate_series(1, cardinality(s.version_spans), 2) AS i) v
+WHERE q.run_id = %(run)s GROUP BY 1, 2, 3 ORDER BY 1, 2"""
+
+WAITED = """
+SELECT t.step, coalesce((t.metrics ->> 'waited/hold')::float8, 0) AS held,
+    (SELECT string_agg(e.group_id::text, ', ' ORDER BY e.id) FROM events e
+     WHERE (e.run_id, e.step, e.kind) = (t.run_id, t.step, 'steps.held')) AS binding
+FROM steps t WHERE t.run_id = %(run)s ORDER BY 1"""
+
+
+def draw_timelines(ledger: Ledger) -> None:
+    """Pinned against per-segment sampling: who sampled what, when, with which version."""
+    panels = {
+        'sampling_policy = "trajectory": a rollout keeps the version it began with': "picture-wait",
+        'sampling_policy = "segment": each request takes the newest version': "picture-segment",
+    }
+    left, wide, row, shown = 60, 820, 7, 40
+    drawing = Drawing(left + wide + 30, len(panels) * (shown * row + 78) + 30)
+    top = 30
+    for title, run in panels.items():
+        bars = rows(ledger, SEGMENTS, run)
+        order = list(dict.fromkeys((b["group_id"], b["sample"]) for b in bars))[:shown]
+        bars = [b for b in bars if (b["group_id"], b["sample"]) in order]
+        end = max(b["stop"] for b in bars)
+        drawing.text(left, top, title, size=14)
+        foot = top + 26 + len(order) * row
+        for served in rows(ledger, SERVED, run):
+            if 0 <= served["at"] <= end:
+                x = left + wide * served["at"] / end
+                drawing.line(x, top + 20, foot, COLOURS[served["version"] % len(COLOURS)])
+                drawing.text(x + 2, top + 18, f"v{served['version']}", size=10)
+        for bar in bars:
+            y = top + 26 + order.index((bar["group_id"], bar["sample"])) * row
+            x, w = left + wide * bar["start"] / end, wide * (bar["stop"] - bar["start"]) / end
+            for version, share, at in _spans(bar["version_spans"], bar["tokens"]):
+                what = f"group {bar['group_id']} sample {bar['sample']}, v{version}"
+                colour = COLOURS[version % len(COLOURS)]
+                drawing.box(x + w * at, y, w * share, row - 2, colour, title=what)
+        drawing.text(4, top + 40, "rollouts", size=11)
+        drawing.text(left, foot + 14, f"seconds: 0 to {end:.1f}", size=11)
+        top = foot + 44
+    drawing.save(HERE / "pinned-or-per-segment.svg")
+
+
+def _spans(spans: Sequence[int], tokens: int) -> Iterator[tuple[int, float, float]]:
+    """`(version, share, start)` of a segment's spans."""
+    at = 0.0
+    for version, count in zip(spans[::2], spans[1::2], strict=True):
+        yield version, count / tokens, at
+        at += count / tokens
+
+
+def draw_ages(ledger: Ledger) -> None:
+    """Wait against mask: how old the tokens of each step were, and which of them trained."""
+    panels = {
+        f'stale_policy = "wait", max_staleness = {BOUND}: every token trains; the trainer holds '
+        "where it must": "picture-wait",
+        f'stale_policy = "mask_span", max_staleness = {BOUND}: no hold; older tokens (hatched) '
+        "leave the loss": "picture-mask",
+    }
+    left, wide, tall = 60, 820, 190
+    drawing = Drawing(left + wide + 30, len(panels) * (tall + 96) + 30)
+    top = 30
+    for title, run in panels.items():
+        ages = rows(ledger, AGES, run)
+        waited = {r["step"]: r for r in rows(ledger, WAITED, run)}
+        most = max(sum(r["tokens"] for r in ages if r["step"] == s) for s in waited)
+        drawing.text(left, top, title, size=14)
+        base, place = top + 20 + tall, wide / len(waited)
+        for step, wait in waited.items():
+            x, y = left + place * step, base
+            for r in (r for r in ages if r["step"] == step):
+                h = tall * r["tokens"] / most
+                y -= h
+                old = run == "picture-mask" and r["age"] > BOUND
+                colour = "url(#old)" if old else COLOURS[r["age"] % len(COLOURS)]
+                what = f"step {step}: {r['tokens']} tokens of v{r['version']}, age {r['age']}"
+                drawing.box(x + 6, y, place - 30, h, colour, title=what)
+                if h > 11:
+                    ink = "#222" if old else "white"
+                    drawing.text(x + 10, y + 11, f"age {r['age']}", size=10, colour=ink)
+            drawing.text(x + 6, base + 14, f"step {step}", size=11)
+            if wait["binding"] is not None:
+                held = f"held {wait['held']:.1f} s"
+                drawing.text(x + 6, base + 28, held, size=10, colour="#b5305c")
+                who = f"by group {wait['binding']}"
+                drawing.text(x + 6, base + 40, who, size=10, colour="#b5305c")
+        drawing.text(4, top + 40, "tokens", size=11)
+        top = base + 66
+    drawing.save(HERE / "wait-or-mask.svg")
+
+
+async def train(state: Path) -> None:
+    """The runs, or what is left of them."""
+    tasks = [Task(f"{n:03d}", {"n": n}) for n in range(200)]
+    for name in ("picture-wait", "picture-segment", "picture-mask"):
+        async for step in trainer(name, state).run(tasks, steps=STEPS):
+            sys.stdout.write(f"{name}: step {step.n} of {STEPS}\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--state", type=Path, default=Path(".rollbook"))
+    folder = parser.parse_args().state
+    asyncio.run(train(folder))
+    with open_ledger(folder) as opened:
+        draw_timelines(opened)
+        draw_ages(opened)
