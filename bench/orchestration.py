@@ -32,9 +32,10 @@ from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from domain.config import RunConfig, Services, TinyModel
+from domain.config import RunConfig, TinyModel
 from domain.environments import Outcome, Recorder
 from domain.rollouts import Status, Task
+from domain.services import Services
 from rollbook import workers
 from rollbook.stack.stack import Stack
 from storage import checkpoints, manifests, runs, tasks, versions

@@ -1,20 +1,18 @@
-"""The run configuration (TOML) and the service addresses (environment): read once, validated here.
+"""The run configuration (TOML): read once, validated here.
 
 Each key is documented once, where it is defined. Unknown keys are refused with a suggestion, and
-settings that cannot hold together are refused with the reason (`RunConfig.model_post_init`); the
-ledger repeats those rules as CHECK constraints.
+settings that cannot hold together are refused with the reason (`domain.validity`).
 """
 
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from domain.errors import ConfigError
-from domain.rollouts import TRUNCATION_CAUSES
+from domain.validity import conflicts, explain
 
 Truncation = Literal["mask", "score", "zero", "drop"]
 Positive = Annotated[int, Field(ge=1)]
@@ -294,7 +292,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        for refused, reason in _conflicts(self):
+        for refused, reason in conflicts(self):
             if refused:
                 raise ValueError(reason)
         return self
@@ -326,273 +324,5 @@ class RunConfig(Section):
         try:
             return cls.model_validate(dict(table))
         except ValidationError as error:
-            lines = [_explain(cls, problem) for problem in error.errors()]
+            lines = [explain(cls, problem) for problem in error.errors()]
             raise ConfigError(f"{origin}: " + "; ".join(lines)) from error
-
-
-def _conflicts(c: RunConfig) -> list[tuple[bool, str]]:
-    """Settings that cannot hold together, each with its reason and remedy."""
-    s, g, t, k = c.schedule, c.groups, c.trainer, c.sampling.kv_cache
-    bounded = s.stale_policy in ("wait", "resubmit")
-    deadline = g.completion.mode == "deadline"
-    on_stragglers = g.completion.on_stragglers
-    segment = c.sampling.policy == "segment"
-    bad_causes = sorted(set(t.truncation_by_cause) - set(TRUNCATION_CAUSES))
-    return [
-        (
-            c.steps is None and c.tasks.epochs is None,
-            "neither steps nor tasks.epochs is set, so the run would never end; set one of them",
-        ),
-        (
-            (c.model.path is None) == (c.model.tiny is None),
-            "set exactly one of model.path (a model folder) and [model.tiny]",
-        ),
-        (
-            bounded and s.ahead + s.sync_every - 1 > s.max_lag,
-            f"schedule.max_lag = {s.max_lag} is below ahead + sync_every - 1 = "
-            f"{s.ahead + s.sync_every - 1}: a first submission would already be too old; raise "
-            "max_lag or lower ahead or sync_every",
-        ),
-        (
-            s.stale_policy == "mask_span" and not s.allow_trajectory_loss,
-            'schedule.stale_policy = "mask_span" can leave old spans untrained; acknowledge it '
-            "with schedule.allow_trajectory_loss = true",
-        ),
-        (
-            s.stale_policy == "keep" and not s.allow_unbounded_staleness,
-            'schedule.stale_policy = "keep" trains tokens of any age; acknowledge it with '
-            "schedule.allow_unbounded_staleness = true",
-        ),
-        (
-            deadline and g.completion.max_straggler_tokens is None,
-            'groups.completion.mode = "deadline" needs max_straggler_tokens',
-        ),
-        (
-            deadline and g.completion.min_members > g.size,
-            f"groups.completion.min_members = {g.completion.min_members} exceeds groups.size = "
-            f"{g.size}",
-        ),
-        (
-            deadline and on_stragglers != "truncate" and bounded,
-            f'on_stragglers = "{on_stragglers}" makes partial groups, which need stale_policy '
-            '"mask_span" or "keep"',
-        ),
-        (
-            deadline and on_stragglers != "carry_over" and not s.allow_trajectory_loss,
-            f'on_stragglers = "{on_stragglers}" loses parts of rollouts; acknowledge it with '
-            "schedule.allow_trajectory_loss = true",
-        ),
-        (
-            deadline
-            and on_stragglers == "carry_over"
-            and (s.order == "dataset" or t.estimator != "batch" or s.ahead < 1),
-            'on_stragglers = "carry_over" needs order "deadline" or "admission", estimator '
-            '"batch" and ahead >= 1',
-        ),
-        (
-            segment and k.max_staleness == 0 and k.on_limit == "hold",
-            'sampling.policy = "segment" with kv_cache.max_staleness = 0 and on_limit = "hold" '
-            "could never change its version; allow staleness or use refill",
-        ),
-        (
-            k.on_limit == "refill" and not k.allow_reprefill,
-            'kv_cache.on_limit = "refill" recomputes prefixes; acknowledge it with '
-            "allow_reprefill = true",
-        ),
-        (
-            not segment and k != KVCachePolicy(),
-            'sampling.policy = "trajectory" keeps one version per rollout and takes only the '
-            "default kv_cache settings",
-        ),
-        (
-            s.stale_policy == "wait" and s.order == "admission",
-            'order = "admission" with stale_policy = "wait" can hold for ever; use "deadline"',
-        ),
-        (
-            s.stale_policy == "wait" and s.order == "dataset" and s.ahead > 0,
-            'order = "dataset" with stale_policy = "wait" needs ahead = 0 (synchronous)',
-        ),
-        (
-            s.stale_policy == "wait" and t.overflow != "accumulate",
-            'stale_policy = "wait" counts on B groups a step, so it needs overflow = "accumulate"',
-        ),
-        (
-            t.overflow == "cut" and s.order != "dataset",
-            'trainer.overflow = "cut" needs schedule.order = "dataset"',
-        ),
-        (
-            s.filter_zero_variance and s.order == "dataset",
-            "schedule.filter_zero_variance replaces groups by further ones, which needs order "
-            '"deadline" or "admission"',
-        ),
-        (
-            c.admit > c.tasks.batch_size or (c.admit < c.tasks.batch_size and s.order != "dataset"),
-            f"groups.admit = {c.admit} must not exceed tasks.batch_size = {c.tasks.batch_size}, "
-            'and a smaller one needs schedule.order = "dataset"',
-        ),
-        (
-            t.estimator in ("group", "rloo") and g.size < 2,
-            f'trainer.estimator = "{t.estimator}" compares members, so groups.size must be at '
-            f"least 2 (it is {g.size})",
-        ),
-        (
-            t.standardize and t.estimator != "batch",
-            'trainer.standardize applies to estimator "batch" only',
-        ),
-        (
-            s.max_lag > 0 and t.importance is None,
-            f"schedule.max_lag = {s.max_lag} trains off-policy tokens, which needs "
-            "trainer.importance (a cap such as 5.0 or a band)",
-        ),
-        (
-            isinstance(t.importance, tuple) and not 0 < t.importance[0] < 1 < t.importance[1],
-            f"trainer.importance = {t.importance} is no band around 1; write [low, high]",
-        ),
-        (
-            t.exact == "order" and c.checkpoint.every != 1,
-            'trainer.exact = "order" publishes durable versions only, so checkpoint.every must '
-            "be 1",
-        ),
-        (
-            c.budget.final_answer_reserve
-            >= min(c.budget.max_generated_tokens, c.max_context_tokens),
-            f"budget.final_answer_reserve = {c.budget.final_answer_reserve} leaves nothing of "
-            f"max_generated_tokens = {c.budget.max_generated_tokens} or of the context of "
-            f"{c.max_context_tokens} for the turns before the answer",
-        ),
-        (
-            c.max_context_tokens > t.width,
-            f"budget.max_context_tokens = {c.max_context_tokens} exceeds trainer.width = "
-            f"{t.width}: a rollout would not fit into a row",
-        ),
-        (
-            c.sampling.filtered and c.sampling.top_k < 1,
-            "filtered sampling (top_p, min_p) needs sampling.top_k too, which bounds the ids kept "
-            "per token: without it no row has room for certain",
-        ),
-        (
-            c.sampling.filtered and (t.support_capacity or 0) < c.sampling.top_k * t.width,
-            f"filtered sampling needs trainer.support_capacity >= top_k * width = "
-            f"{c.sampling.top_k * t.width} (it is {t.support_capacity}), so that the trainer scores "
-            "every token on the set it was drawn from; a row that overflowed would stop the run",
-        ),
-        (
-            bool(bad_causes),
-            f"trainer.truncation_by_cause has no cause {bad_causes}; causes are "
-            f"{list(TRUNCATION_CAUSES)}",
-        ),
-        (
-            (t.overlong_from is None) != (t.overlong_to is None)
-            or (
-                t.overlong_from is not None
-                and t.overlong_to is not None
-                and t.overlong_from >= t.overlong_to
-            ),
-            "trainer.overlong_from and overlong_to go together, from below to",
-        ),
-        (
-            t.schedule != "constant" and c.steps is None,
-            f'trainer.schedule = "{t.schedule}" needs steps, to know where it ends',
-        ),
-    ]
-
-
-def _explain(root: type[BaseModel], problem: Any) -> str:
-    """One validation problem as a sentence, with the nearest known key for an unknown one."""
-    path = [str(part) for part in problem["loc"]]
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(root, path[:-1])
-        near = get_close_matches(path[-1], known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"unknown key {'.'.join(path)!r}; {hint}"
-    if problem["type"] == "missing":
-        return f"key {'.'.join(path)!r} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{'.'.join(path)} = {problem['input']!r}: {message}" if path else message
-
-
-def _known_keys(model: type[BaseModel], path: list[str]) -> list[str]:
-    for part in path:
-        field = model.model_fields.get(part)
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
-        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not nested:
-            return []
-        model = nested[0]
-    return sorted(set(model.model_fields) - {"root"})
-
-
-class Services(Section):
-    """Addresses and credentials, from the environment. Never logged, never in the ledger."""
-
-    database_url: str
-    """`ROLLBOOK_DATABASE_URL`: postgresql://user:password@host:port/database"""
-    temporal_address: str
-    """`ROLLBOOK_TEMPORAL_ADDRESS`: host:port of the frontend."""
-    temporal_namespace: str = "rollbook"
-    """`ROLLBOOK_TEMPORAL_NAMESPACE`"""
-    temporal_ui: str | None = None
-    """`ROLLBOOK_TEMPORAL_UI`: where people look, for messages only."""
-    s3_endpoint: str
-    """`ROLLBOOK_S3_ENDPOINT`"""
-    s3_bucket: str = "rollbook-data"
-    """`ROLLBOOK_S3_BUCKET`"""
-    s3_access_key: str = Field(repr=False)
-    """`AWS_ACCESS_KEY_ID`"""
-    s3_secret_key: str = Field(repr=False)
-    """`AWS_SECRET_ACCESS_KEY`"""
-    s3_region: str = "us-east-1"
-    """`AWS_REGION`"""
-    engines: tuple[str, ...] = ()
-    """`ROLLBOOK_ENGINES`: base URLs, separated by commas."""
-    engines_run: str | None = None
-    """`ROLLBOOK_ENGINES_RUN`: the one run these engines serve; default: every run of the ledger."""
-
-    def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        hidden = ("s3_access_key", "s3_secret_key", "database_url")
-        return [(k, v) for k, v in super().__repr_args__() if k not in hidden]
-
-    def environment(self) -> dict[str, str]:
-        """The variables that give a child process these services."""
-        values = {VARIABLES[name]: getattr(self, name) for name in VARIABLES if name != "engines"}
-        values["ROLLBOOK_ENGINES"] = ",".join(self.engines)
-        return {name: value for name, value in values.items() if value}
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """Read the variables of VARIABLES.
-
-        Raises:
-            ConfigError: names the variables that are missing or wrong.
-        """
-        found: dict[str, Any] = {
-            field: environ[name] for field, name in VARIABLES.items() if environ.get(name)
-        }
-        if "engines" in found:
-            found["engines"] = tuple(u.strip() for u in found["engines"].split(",") if u.strip())
-        missing = [
-            VARIABLES[name]
-            for name, field in cls.model_fields.items()
-            if field.is_required() and name not in found
-        ]
-        if missing:
-            raise ConfigError(
-                f"no address for {', '.join(missing)}; set them, or let `rollbook up` start the "
-                "services"
-            )
-        return cls.model_validate(found)
-
-
-VARIABLES = {
-    "database_url": "ROLLBOOK_DATABASE_URL",
-    "temporal_address": "ROLLBOOK_TEMPORAL_ADDRESS",
-    "temporal_namespace": "ROLLBOOK_TEMPORAL_NAMESPACE",
-    "temporal_ui": "ROLLBOOK_TEMPORAL_UI",
-    "s3_endpoint": "ROLLBOOK_S3_ENDPOINT",
-    "s3_bucket": "ROLLBOOK_S3_BUCKET",
-    "s3_access_key": "AWS_ACCESS_KEY_ID",
-    "s3_secret_key": "AWS_SECRET_ACCESS_KEY",
-    "s3_region": "AWS_REGION",
-    "engines": "ROLLBOOK_ENGINES",
-    "engines_run": "ROLLBOOK_ENGINES_RUN",
-}

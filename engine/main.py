@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from domain.config import Services
+from domain.services import Services
 from engine.app import create_app
 from engine.objects import ObjectSource
 from engine.residents import Residents

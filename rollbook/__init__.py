@@ -12,7 +12,6 @@ claim_root()
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from domain.config import RunConfig as RunConfig
-    from domain.config import Services as Services
     from domain.config import TinyModel as TinyModel
     from domain.environments import Env as Env
     from domain.environments import HarnessSource as HarnessSource
@@ -31,6 +30,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from domain.rollouts import Segment as Segment
     from domain.rollouts import Status as Status
     from domain.rollouts import Task as Task
+    from domain.services import Services as Services
     from domain.tools import Tool as Tool
     from domain.tools import tool as tool
     from rollbook.async_trainer import AsyncTrainer as AsyncTrainer
@@ -82,7 +82,7 @@ _HOMES = {
     "RunConfig": "domain.config",
     "SchedulerRecord": "rollbook.record",
     "Segment": "domain.rollouts",
-    "Services": "domain.config",
+    "Services": "domain.services",
     "SessionSource": "domain.environments",
     "State": "rollbook.objective",
     "Status": "domain.rollouts",

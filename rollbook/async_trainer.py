@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from domain import sources
-from domain.config import OWN_LOOP, RunConfig, Services
+from domain.config import OWN_LOOP, RunConfig
 from domain.data import TaskStream, as_tasks
 from domain.errors import RunStopped
 from domain.rollouts import Rollout, Task
+from domain.services import Services
 from rollbook import own_config, own_run, preflight
 from rollbook.companions import Companions
 from rollbook.connect import STATE

@@ -17,8 +17,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
 from domain.errors import RollbookError
+from domain.services import Services
 from rollbook.launch import Job
 from rollbook.own_config import Located
 from rollbook.stack.stack import Stack

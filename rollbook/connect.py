@@ -10,8 +10,8 @@ from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.service import RPCError
 
-from domain.config import VARIABLES, Services
 from domain.errors import ConfigError
+from domain.services import VARIABLES, Services
 from rollbook.stack.stack import Stack
 from rollbook.stack.state import StateFolder
 from storage.database import Ledger, check_schema

@@ -13,10 +13,11 @@ from activities.chat import Chat
 from activities.inference import EngineClient, SamplingParams
 from activities.play import play
 from domain import sources
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
 from domain.errors import ConfigError
 from domain.ids import policy_name, sampling_seed
 from domain.rollouts import Reward, Segment, Task
+from domain.services import Services
 from domain.tools import Message
 from storage import datasets, evaluations, versions
 from storage import runs as ledger_runs

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
+from domain.services import Services
 from rollbook.root import ROOT
 from rollbook.stack import ports
 from rollbook.stack.supervise import Command, Report, Restart, State, Supervisor

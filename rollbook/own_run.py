@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from domain import failpoints
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
 from domain.errors import ConfigError, DataChanged, LedgerError, RunExists, RunNotFound
+from domain.services import Services
 from rollbook import publishing
 from rollbook.publishers import Desk, EnginePublisher, Publisher
 from storage import cancelling, checkpoints, runs, steps

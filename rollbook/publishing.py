@@ -6,8 +6,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from domain.config import Services
 from domain.errors import ConfigError, EngineRefused
+from domain.services import Services
 from rollbook.publishers import Desk, EnginePublisher, First, Publisher
 from storage import manifests, pushes, versions
 from storage.database import Tx, canonical

@@ -22,10 +22,11 @@ from typing import Any, Literal, Self
 from activities.chat import Chat
 from activities.play import rehearse
 from domain import sources
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
 from domain.environments import Source, task_ids
 from domain.errors import ConfigError, EngineError, Fenced, LedgerError, RunNotFound
 from domain.rollouts import Task
+from domain.services import Services
 from rollbook import objective, own_config, own_run, publishing
 from rollbook.companions import Companions
 from rollbook.connect import STATE

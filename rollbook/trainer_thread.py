@@ -10,8 +10,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from domain.config import Services
 from domain.data import TaskStream
+from domain.services import Services
 from trainer.session import Trained
 
 _LOOK_S = 0.05

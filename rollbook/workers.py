@@ -28,9 +28,10 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities import namespace
 from domain import sources
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
 from domain.environments import Source
 from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, rollout_queue
+from domain.services import Services
 from storage.database import Ledger, check_schema
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from domain.config import Services
 from domain.errors import ConfigError, DigestMismatch, ObjectError, ObjectMissing
+from domain.services import Services
 
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from domain.config import Services
+from domain.services import Services
 from rollbook.stack import ports
 from rollbook.stack.postgres import Postgres
 from rollbook.stack.seaweed import GRPC_OFFSET, Seaweed, SeaweedPorts

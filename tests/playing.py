@@ -13,11 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
 from domain.errors import Fenced
 from domain.ids import fold
 from domain.messages import AttemptIn, BeginGroup, Closing, FinishGroup
 from domain.rollouts import Segment, Status, Task
+from domain.services import Services
 from storage import attempts, groups, manifests, outbox, segments, versions
 from storage.attempts import Ending
 from storage.database import Ledger, Tx

@@ -18,7 +18,7 @@ from activities.inference import EngineClient  # noqa: E402
 from activities.routing import Router  # noqa: E402
 from activities.sampler import Sampler  # noqa: E402
 from activities.setups import Setups  # noqa: E402
-from domain.config import Services  # noqa: E402
+from domain.services import Services  # noqa: E402
 from storage.database import Ledger  # noqa: E402
 from storage.objects import ObjectStore  # noqa: E402
 

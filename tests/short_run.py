@@ -14,7 +14,8 @@ import psycopg
 import pytest
 from psycopg import conninfo, sql
 
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
+from domain.services import Services
 from rollbook.launch import Job
 from storage import reader, runs
 from storage.database import Ledger

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from domain.config import Services
+from domain.services import Services
 from trainer.loop import run
 
 if __name__ == "__main__":

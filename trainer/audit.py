@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from domain.config import Services
 from domain.errors import LedgerError
+from domain.services import Services
 from storage import checkpoints, inputs, runs, segments, steps
 from storage.database import Ledger, Tx, canonical
 from storage.objects import ObjectStore

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Literal
 
 from domain import failpoints
-from domain.config import Services
 from domain.data import TaskStream
 from domain.errors import ConfigError, Fenced, RollbookError, RunStopped
 from domain.risks import acknowledged
+from domain.services import Services
 from storage import datasets, runs
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from domain.config import VARIABLES, Services
 from domain.errors import ConfigError
+from domain.services import VARIABLES, Services
 from rollbook.connect import STATE, services_for
 from rollbook.output import console, print_json
 from rollbook.stack.stack import Stack

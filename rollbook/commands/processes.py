@@ -1,7 +1,7 @@
 """`worker`, `trainer`, `engine`: the processes a run consists of, one command each.
 
 `rollbook run` starts them all; on a cluster each is started by itself, with the service addresses
-in the environment (`domain.config.VARIABLES`).
+in the environment (`domain.services.VARIABLES`).
 """
 
 import asyncio

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from domain.config import VARIABLES, RunConfig, Services
+from domain.config import RunConfig
 from domain.errors import ConfigError, RunExists
 from domain.risks import acknowledged
+from domain.services import VARIABLES, Services
 from rollbook import preflight
 from rollbook.commands.stack import show_stack
 from rollbook.connect import STATE, open_ledger, services_for

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 
-from domain.config import VARIABLES, Services
 from domain.errors import ConfigError
+from domain.services import VARIABLES, Services
 from rollbook.stack.parts import PARTS
 from storage.objects import ObjectStore
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from domain.config import VARIABLES, Services
+from domain.services import VARIABLES, Services
 from rollbook.stack import ports
 from rollbook.stack.postgres import Postgres
 from rollbook.stack.seaweed import GRPC_OFFSET, Seaweed, SeaweedPorts

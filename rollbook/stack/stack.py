@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from domain.config import Services
 from domain.errors import ConfigError, RollbookError
+from domain.services import Services
 from rollbook.stack import external, parts, ports, processes
 from rollbook.stack.parts import Parts, PortWishes
 from rollbook.stack.state import Published, StateFolder

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from domain.config import Services
 from domain.errors import ConfigError
+from domain.services import Services
 from rollbook.stack.processes import Mark
 
 

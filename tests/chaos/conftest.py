@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from domain.config import Services
+from domain.services import Services
 from rollbook.stack.stack import Stack
 from tests.chaos.stage import Stage
 

@@ -26,7 +26,8 @@ from psycopg import conninfo, sql
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
+from domain.services import Services
 from rollbook.root import ROOT
 from rollbook.stack import ports
 from rollbook.stack.supervise import Command, Report, Restart, State, Supervisor, tail

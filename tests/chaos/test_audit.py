@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from domain.config import Services
 from domain.errors import LedgerError
+from domain.services import Services
 from rollbook.cli import app
 from storage import checkpoints, runs
 from storage.database import Ledger, Tx

@@ -2,7 +2,7 @@
 
 import psycopg
 
-from domain.config import Services
+from domain.services import Services
 from rollbook.stack.supervise import State, Supervisor
 
 

@@ -5,7 +5,7 @@ from hashlib import sha256
 import pytest
 
 from activities.garbage import Garbage
-from domain.config import Services
+from domain.services import Services
 from storage import fork, garbage, versions
 from storage.database import Ledger
 from storage.objects import ObjectStore

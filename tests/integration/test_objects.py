@@ -12,8 +12,8 @@ import boto3
 import pytest
 from botocore.config import Config
 
-from domain.config import Services
 from domain.errors import ConfigError, DigestMismatch, ObjectError, ObjectMissing
+from domain.services import Services
 from storage import manifests, objects
 from storage.objects import ObjectStore, digest
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from domain.config import Services
 from domain.errors import (
     ConfigError,
     DataChanged,
@@ -19,6 +18,7 @@ from domain.errors import (
     ReplayDiverged,
 )
 from domain.rollouts import Task
+from domain.services import Services
 from rollbook import EnginePublisher, PromptSource, RolloutScheduler, SchedulerRecord, scheduler
 from storage import runs, versions
 from storage.database import Ledger

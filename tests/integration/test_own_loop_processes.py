@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from domain.config import Services
 from domain.environments import Outcome, Recorder
 from domain.rollouts import Status, Task
+from domain.services import Services
 from rollbook import EnginePublisher, RolloutScheduler
 from storage.database import Ledger, upgrade
 from tests.ledger_fixtures import check_invariants

@@ -15,8 +15,8 @@ import psycopg
 import pytest
 from temporalio.client import Client
 
-from domain.config import Services
 from domain.errors import ConfigError
+from domain.services import Services
 from rollbook.stack import background, external, ports
 from rollbook.stack.parts import USUAL, PortWishes
 from rollbook.stack.seaweed import GRPC_OFFSET

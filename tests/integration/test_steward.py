@@ -30,11 +30,11 @@ from activities.publish import EngineActivities, ServingActivities
 from activities.relay import Relay
 from activities.steward import Rhythm, Steward, tend_own
 from activities.sweep import Sweep
-from domain.config import Services
 from domain.errors import EngineRefused, EngineUnavailable
 from domain.ids import policy_name, publish_workflow_id
 from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, AttemptIn, AttemptRef, rollout_queue
 from domain.rollouts import Status
+from domain.services import Services
 from storage import attempts, housekeeping, outbox, runs, versions
 from storage.attempts import Ending
 from storage.census import Silent

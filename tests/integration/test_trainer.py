@@ -15,9 +15,10 @@ import pytest
 from psycopg import conninfo
 from safetensors.torch import load_file
 
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
 from domain.errors import Fenced
 from domain.failpoints import POINTS
+from domain.services import Services
 from storage import checkpoints, manifests, runs
 from storage.database import Ledger
 from storage.objects import ObjectStore

@@ -16,8 +16,8 @@ from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from domain.config import Services
 from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE
+from domain.services import Services
 from storage import database
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ QUEUES = {
 WORKER = """
 import asyncio, os, signal, sys
 import psutil
-from domain.config import Services
+from domain.services import Services
 from rollbook.workers import run_worker
 
 def report():

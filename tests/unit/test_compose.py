@@ -8,7 +8,7 @@ import pytest
 import typer.main
 import yaml
 
-from domain.config import VARIABLES
+from domain.services import VARIABLES
 from rollbook.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from domain.config import RunConfig, Services
+from domain.config import RunConfig
 from domain.errors import ConfigError
+from domain.services import Services
 
 MINIMAL: dict[str, Any] = {
     "name": "r",

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from domain.config import OWN_LOOP, Services
+from domain.config import OWN_LOOP
 from domain.environments import Env, PromptSource
 from domain.errors import ConfigError
 from domain.rollouts import Task
+from domain.services import Services
 from rollbook import EnginePublisher, RolloutScheduler, own_config, scheduler
 from tests.own_loop import Scored, model_folder
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save
 
 from activities.inference import EngineClient
-from domain.config import Services
 from domain.errors import EngineRefused, EngineUnavailable
+from domain.services import Services
 from engine.main import make_server
 from engine.objects import ObjectSource
 from engine.scheduler import Scheduler

@@ -28,9 +28,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from activities.inference import EngineClient
-from domain.config import Services
 from domain.ids import policy_name
 from domain.messages import AttemptIn, AttemptRef
+from domain.services import Services
 from storage import manifests, segments
 from storage.objects import ObjectStore
 from tests.integration.engine.lab import GPT2, Weights, running_engine
