@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help install demo test check fmt chaos bench clean
+.PHONY: help install demo test test-ui check fmt chaos bench clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -23,6 +23,10 @@ demo: $(READY)   ## the main job: learn reverse3 on the embedded stack, with liv
 
 test: $(READY)   ## all tests but the slow tiers
 	$(BIN)/python -m pytest -m "not slow and not vllm and not ui"
+
+test-ui: $(READY)  ## what people see, in an installed Chromium (says how to install one)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check selenium
+	$(BIN)/python -m pytest -m ui -rs tests/ui
 
 check: $(READY)  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .

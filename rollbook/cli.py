@@ -19,7 +19,9 @@ from rollbook.commands import (
     model,
     processes,
     quarantine,
+    report,
     runs,
+    sinks,
     stack,
     stuck,
 )
@@ -38,6 +40,8 @@ look.register(app)
 decode.register(app)
 quarantine.register(app)
 stuck.register(app)
+report.register(app)
+sinks.register(app)
 stack.register(app)
 processes.register(app)
 model.register(app)

@@ -132,3 +132,84 @@ def timeline(tx: Tx, run: str, group_id: int) -> list[Row]:
 def violations(tx: Tx) -> list[Row]:
     """Must be empty at all times."""
     return tx.execute("SELECT * FROM ledger.ledger_violations").fetchall()
+
+
+def step_times(tx: Tx, run: str) -> list[Row]:
+    """Where the time of each step went, in seconds, oldest step first."""
+    return tx.execute(
+        "SELECT * FROM ledger.step_times WHERE run_id = %s ORDER BY step", (run,)
+    ).fetchall()
+
+
+def lags(tx: Tx, run: str) -> list[Row]:
+    """Groups by step and lag."""
+    return tx.execute(
+        "SELECT step, lag, groups FROM ledger.lag_histogram WHERE run_id = %s ORDER BY 1, 2", (run,)
+    ).fetchall()
+
+
+def lengths(tx: Tx, run: str) -> list[Row]:
+    """Sampled tokens of the rollouts that each step trained."""
+    return tx.execute(
+        """
+        SELECT step, percentile_disc(0.5) WITHIN GROUP (ORDER BY policy_tokens) AS median,
+               percentile_disc(0.9) WITHIN GROUP (ORDER BY policy_tokens) AS p90,
+               max(policy_tokens) AS max
+          FROM ledger.trained_rollouts WHERE run_id = %s GROUP BY 1 ORDER BY 1
+        """,
+        (run,),
+    ).fetchall()
+
+
+def rollout_spans(tx: Tx, run: str, *, limit: int) -> list[Row]:
+    """The newest attempts in the order of their submission: when they ran, and what became of them."""
+    rows = tx.execute(
+        """
+        SELECT a.group_id, a.sample, a.attempt, g.task_id, a.state, a.status::text, a.reward,
+               a.policy_tokens, a.submitted_at, a.started_at, a.finished_at, now() AS now,
+               coalesce(a.oldest_version, a.pinned_version) AS version, q.step, q.lag, g.state AS place,
+               CASE WHEN a.surplus THEN 'surplus' ELSE coalesce(a.resubmitted_as::text,
+                   a.cancel_cause, g.closed_cause) END AS cause
+          FROM ledger.attempts a JOIN ledger.groups g USING (run_id, group_id)
+          LEFT JOIN ledger.queue q ON (q.run_id, q.group_id, q.part) = (a.run_id, a.group_id, a.part)
+               AND q.step IS NOT NULL AND a.member
+         WHERE a.run_id = %s ORDER BY a.submitted_at DESC, a.group_id DESC, a.sample DESC LIMIT %s
+        """,
+        (run, limit),
+    ).fetchall()
+    return rows[::-1]
+
+
+def served_spans(tx: Tx, run: str) -> list[Row]:
+    """When each version was the newest served one."""
+    return tx.execute(
+        """
+        SELECT version, served_at, lead(served_at) OVER (ORDER BY version) AS until
+          FROM ledger.policy_versions WHERE run_id = %s AND served_at IS NOT NULL ORDER BY version
+        """,
+        (run,),
+    ).fetchall()
+
+
+def failures(tx: Tx, run: str, *, limit: int = 20) -> list[Row]:
+    """The tasks that fail most, with their newest error."""
+    return tx.execute(
+        """
+        SELECT task_id AS task, sum(n) AS failures, max(abandoned) AS "groups abandoned",
+               max(left(last_error, 160)) AS error
+          FROM ledger.task_failures WHERE run_id = %s AND counts_as_failure
+         GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT %s
+        """,
+        (run, limit),
+    ).fetchall()
+
+
+def wasted(tx: Tx, run: str) -> list[Row]:
+    """What was sampled and not trained, by cause."""
+    return tx.execute(
+        """
+        SELECT cause, rollouts, policy_tokens AS tokens
+          FROM ledger.wasted_tokens WHERE run_id = %s ORDER BY 3 DESC
+        """,
+        (run,),
+    ).fetchall()

@@ -319,8 +319,8 @@ CREATE VIEW stuck_rollouts AS SELECT a.run_id, a.group_id, a.sample, a.attempt, 
 CREATE VIEW lag_histogram AS SELECT run_id, step, lag, count(*) AS groups FROM queue WHERE step IS NOT NULL GROUP BY 1, 2, 3;
 CREATE VIEW resubmissions AS SELECT run_id, resubmitted_as AS cause, counts_as_failure, count(*) AS n, sum(policy_tokens) AS wasted_tokens
   FROM attempts WHERE resubmitted_as IS NOT NULL GROUP BY 1, 2, 3;
-CREATE VIEW reward_by_version AS SELECT a.run_id, coalesce(a.oldest_version, a.pinned_version, a.submitted_version) AS version, count(*) AS n, avg(a.reward) AS mean, stddev_samp(a.reward) AS sd,
-  avg((a.status = 'truncated')::int) AS truncated, r.config #>> '{run,tasks,environment}' AS environment FROM attempts a JOIN runs r USING (run_id) WHERE a.member GROUP BY 1, 2, 7;
+CREATE VIEW reward_by_version AS SELECT m.*, r.config #>> '{run,tasks,environment}' AS environment FROM (SELECT run_id, coalesce(oldest_version, pinned_version, submitted_version) AS version, count(*) AS n,
+  avg(reward) AS mean, stddev_samp(reward) AS sd, avg((status = 'truncated')::int) AS truncated FROM attempts WHERE member GROUP BY 1, 2) m JOIN runs r USING (run_id);
 CREATE VIEW token_rate AS SELECT run_id, date_trunc('minute', created_at) AS minute, sum(tokens)/60.0 AS policy_tok_s, sum(prompt_tokens)/60.0 AS prompt_tok_s FROM segments GROUP BY 1, 2;
 CREATE VIEW version_pins AS SELECT v.run_id, v.version, v.state, count(a.run_id) AS pins FROM policy_versions v LEFT JOIN attempts a ON a.run_id = v.run_id AND a.state = 'running'
   AND v.version IN (CASE WHEN a.sampling_version IS NULL THEN a.pinned_version END, a.sampling_version, a.kv_version) GROUP BY 1, 2, 3;

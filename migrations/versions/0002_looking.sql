@@ -2,8 +2,8 @@
 SET LOCAL search_path = ledger;
 CREATE INDEX attempts_finished ON attempts USING brin(finished_at) WITH (pages_per_range = 32);   -- rows come in the order of time
 DROP VIEW reward_by_version;
-CREATE VIEW reward_by_version AS SELECT a.run_id, coalesce(a.oldest_version, a.pinned_version, a.submitted_version) AS version, count(*) AS n, avg(a.reward) AS mean, stddev_samp(a.reward) AS sd,
-  avg((a.status = 'truncated')::int) AS truncated, r.config #>> '{run,tasks,environment}' AS environment FROM attempts a JOIN runs r USING (run_id) WHERE a.member GROUP BY 1, 2, 7;
+CREATE VIEW reward_by_version AS SELECT m.*, r.config #>> '{run,tasks,environment}' AS environment FROM (SELECT run_id, coalesce(oldest_version, pinned_version, submitted_version) AS version, count(*) AS n,
+  avg(reward) AS mean, stddev_samp(reward) AS sd, avg((status = 'truncated')::int) AS truncated FROM attempts WHERE member GROUP BY 1, 2) m JOIN runs r USING (run_id);
 CREATE VIEW task_balance AS SELECT g.run_id, g.task_id, count(*) AS drawn, count(*) FILTER (WHERE p.place IN ('submitted','queue')) AS open, count(*) FILTER (WHERE p.place = 'trained') AS trained,
     coalesce(sum(s.stale), 0) AS stale, count(*) FILTER (WHERE p.place = 'cut') AS cut, count(*) FILTER (WHERE p.place = 'cancelled') AS cancelled, count(*) FILTER (WHERE p.place = 'abandoned') AS abandoned,
     count(*) FILTER (WHERE p.place = 'expired') AS expired, count(*) FILTER (WHERE p.place = 'quarantined') AS quarantined, count(*) FILTER (WHERE p.place IN ('registered','submitted','queue')) AS owed

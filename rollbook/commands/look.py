@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import psycopg
 import typer
 
 from activities import waits
@@ -203,7 +204,10 @@ def sql(
     def ask(tx: Tx) -> list[dict[str, Any]]:
         tx.execute("SET TRANSACTION READ ONLY")
         # bytes: the user's own text, on purpose; prepared: one statement, so no COMMIT gets in
-        cursor = tx.execute(query.encode(), prepare=True)
+        try:
+            cursor = tx.execute(query.encode(), prepare=True)
+        except (psycopg.ProgrammingError, psycopg.DataError, psycopg.InternalError) as error:
+            raise ConfigError(f"Postgres refuses the statement: {error}") from error
         return cursor.fetchall() if cursor.description else []
 
     with open_ledger(state) as ledger:
