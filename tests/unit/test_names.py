@@ -22,7 +22,8 @@ def test_workflows_have_the_names_the_relay_uses() -> None:
 
 def test_signals_and_queries_have_the_names_the_steward_uses() -> None:
     definition: Any = workflow._Definition.must_from_class(GroupWorkflow)
-    assert set(definition.signals) == {"cancel_sample", "close_group", "deadline_reached"}
+    expected = {"cancel_sample", "close_group", "deadline_reached", "stuck"}
+    assert set(definition.signals) == expected
     assert "state" in definition.queries
 
 
