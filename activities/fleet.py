@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from activities.inference import EngineClient, Health
 from activities.ledger import AWAY
+from domain import failpoints
 from domain.capabilities import missing
 from domain.errors import (
     DigestMismatch,
@@ -47,6 +48,7 @@ async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, en
         raise EngineRefused(f"engine {engine} cannot sample for run {run}: {'; '.join(lacks)}")
     await _make_room(ledger, engines, engine, health, name)
     incarnation = await engines.load(engine, name, weights.manifest_key, weights.sha256.hex())
+    failpoints.reach("load_unacknowledged")
     acknowledged = await ledger.run(
         versions.acknowledge, run, engine, incarnation, version, weights.sha256
     )

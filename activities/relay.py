@@ -22,6 +22,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities import namespace
+from domain import failpoints
 from domain.ids import publish_workflow_id
 from domain.messages import WORKFLOW_QUEUE, CancelSample, Close, GroupIn, PublishIn
 from storage import outbox
@@ -61,6 +62,7 @@ class Relay:
         if not commands:
             return 0
         results = await asyncio.gather(*(self._try(command) for command in commands))
+        failpoints.reach("relay_mid")
         delivered = [c.id for c, error in zip(commands, results, strict=True) if error is None]
         if delivered:
             await self._ledger.run(outbox.done, delivered)

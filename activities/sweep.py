@@ -15,6 +15,7 @@ from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFail
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities import relay, waits
+from domain import failpoints
 from domain.ids import publish_workflow_id
 from domain.messages import (
     Close,
@@ -92,6 +93,7 @@ class Sweep:
             await self.ledger.run(groups.finish, ending)
         else:
             await self.ledger.run(reopen.reopen, group.run, group.group, group.gen, cause="lost")
+            failpoints.reach("sweep_reopened")
         logger.warning(
             "group %s of run %s: workflow %s is %s; settled",
             group.group,

@@ -49,12 +49,27 @@ ROLLOUT_POINTS = {
 }
 """Where a rollout worker may die."""
 
+ENGINE_POINTS = {
+    "load_fetched": "engine: a version's weights are fetched and checked, it is not routable",
+    "load_done": "engine: a version is routable, its caller does not know",
+}
+"""Where an engine may die."""
+
+LEDGER_POINTS = {
+    "load_unacknowledged": "ledger worker: an engine holds a version, the ledger does not know",
+    "relay_mid": "ledger worker: commands are delivered to Temporal, none is marked done",
+    "sweep_reopened": "ledger worker: the sweep has opened a lost group again",
+}
+"""Where a ledger worker may die: steward, relay, engine loads."""
+
+ALL = POINTS | ROLLOUT_POINTS | ENGINE_POINTS | LEDGER_POINTS
+
 _hits: Counter[str] = Counter()
 
 
 def _armed(setting: str) -> tuple[str, int]:
     name, _, count = setting.partition(":")
-    known = [*POINTS, *ROLLOUT_POINTS]
+    known = [*ALL]
     if name and name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"points are {', '.join(known)}"

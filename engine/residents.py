@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 
+from domain import failpoints
 from domain.ids import policy_version
 from engine.scheduler import Scheduler
 from engine.weights import Loader
@@ -74,9 +75,11 @@ class Residents:
                     f"(max_resident = {self.max_resident}); unload one of them first"
                 )
             policy = await asyncio.to_thread(self._loader.load, name, manifest, sha256)
+            failpoints.reach("load_fetched")
             self._named[name] = sha256
             self._served[name] = (sha256, policy.vocabulary, policy.positions)
             self._scheduler.install(policy)
+            failpoints.reach("load_done")
 
     def unload(self, name: str) -> bool:
         """Stop routing to a policy; whether it was routable. Running requests finish on it."""

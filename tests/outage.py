@@ -1,13 +1,15 @@
-"""A TCP proxy in the test process: cut the line between two parts, and mend it."""
+"""A TCP proxy in the test process: cut the line between two parts, bend what passes, and mend it."""
 
 import socket
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 
 class Proxy:
-    """Forwards `port` to a target until it is cut; then connections break and new ones are refused."""
+    """Forwards `port` to a target, faultlessly until told otherwise."""
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
@@ -15,8 +17,12 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._cut = False
         self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._cut = False
+        self._response: bytes | None = None
+        self._change: Callable[[bytes], bytes] = bytes
+        self._allowance: int | None = None
+        self._rate: float | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -38,9 +44,27 @@ class Proxy:
         self._cut = True
         self._break()
 
+    def answer(self, response: bytes) -> None:
+        """Break every connection, and answer each new one with these bytes."""
+        self._response = response
+        self._break()
+
+    def alter(self, change: Callable[[bytes], bytes]) -> None:
+        """Pass what the target answers through a function, chunk by chunk."""
+        self._change = change
+
+    def reset_after(self, count: int) -> None:
+        """Break each connection once so many bytes have passed in one direction."""
+        self._allowance = count
+
+    def throttle(self, bytes_per_s: float) -> None:
+        """Let through no more than so many bytes a second, per connection and direction."""
+        self._rate = bytes_per_s
+
     def mend(self) -> None:
-        """Let new connections through."""
-        self._cut = False
+        """Forward faultlessly from now on."""
+        self._cut, self._response, self._change = False, None, bytes
+        self._allowance = self._rate = None
 
     def _break(self) -> None:
         with self._lock:
@@ -57,6 +81,9 @@ class Proxy:
             if self._cut:
                 near.close()
                 continue
+            if self._response is not None:
+                threading.Thread(target=_respond, args=(near, self._response), daemon=True).start()
+                continue
             try:
                 far = socket.create_connection(self._target)
             except OSError:
@@ -64,13 +91,19 @@ class Proxy:
                 continue
             with self._lock:
                 self._open |= {near, far}
-            for a, b in ((near, far), (far, near)):
-                threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
+            for a, b, answer in ((near, far, False), (far, near, True)):
+                threading.Thread(target=self._pump, args=(a, b, answer), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, answer: bool) -> None:
+        passed = 0
         try:
             while content := source.recv(65536):
-                sink.sendall(content)
+                passed += len(content)
+                if self._allowance is not None and passed > self._allowance:
+                    break
+                if self._rate is not None:
+                    time.sleep(len(content) / self._rate)
+                sink.sendall(self._change(content) if answer else content)
         except OSError:
             pass
         finally:
@@ -78,6 +111,17 @@ class Proxy:
             _shut(sink)
             with self._lock:
                 self._open -= {source, sink}
+
+
+def _respond(near: socket.socket, response: bytes) -> None:
+    """Hear some of the request and answer it."""
+    try:
+        near.recv(65536)
+        near.sendall(response)
+    except OSError:
+        pass
+    finally:
+        _shut(near)
 
 
 def _shut(end: socket.socket) -> None:

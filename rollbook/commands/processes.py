@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from domain.errors import Fenced
 from rollbook.connect import STATE, services_for
 from rollbook.output import console, print_json
 
@@ -68,8 +69,9 @@ def trainer(
 ) -> None:
     """Train a run that exists in the ledger, until its end or SIGTERM.
 
-    The run's end, a failure included, stands in the ledger, and the exit code is 0; any other exit
-    code means that the process broke and should be started again.
+    The run's end, a failure included, stands in the ledger, and the exit code is 0, also when
+    another trainer has taken over; any other exit code means that the process broke and should be
+    started again.
 
     Example: `rollbook trainer reverse3`
     """
@@ -78,14 +80,19 @@ def trainer(
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
-    final = train(
-        run,
-        services_for(state),
-        holder=f"{socket.gethostname()}:{os.getpid()}",
-        force=force,
-        stop=lambda: bool(stopping),
-    )
-    console.print(f"run {run}: {final}")
+    try:
+        final = train(
+            run,
+            services_for(state),
+            holder=f"{socket.gethostname()}:{os.getpid()}",
+            force=force,
+            stop=lambda: bool(stopping),
+        )
+    except Fenced as lost:
+        final = (
+            f"left to another trainer ({lost})"  # started again, it would only fight for the run
+        )
+    console.print(f"run {run}: {final}", highlight=False, markup=False, soft_wrap=True)
 
 
 def engine(
@@ -120,10 +127,10 @@ def failpoints(
 
     Example: `FAILPOINT=plan_done:3 rollbook trainer reverse3`
     """
-    from domain.failpoints import POINTS
+    from domain.failpoints import ALL
 
     if json:
-        print_json(POINTS)
+        print_json(ALL)
         return
-    for name, description in POINTS.items():
+    for name, description in ALL.items():
         console.print(f"{name:20} {description}", highlight=False)

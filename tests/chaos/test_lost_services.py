@@ -1,0 +1,195 @@
+"""The services under a running run die, come back, lose their data, or answer nonsense."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import pytest
+from temporalio.client import WorkflowExecutionStatus
+
+from rollbook.stack.stack import Stack
+from tests.chaos.stage import Stage
+from tests.outage import Proxy
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def under_way(stage: Stage, *, step: int = 1) -> None:
+    stage.pause(0.3)
+    stage.start_all()
+    stage.until_step(step)
+    stage.until_rollouts_run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["temporal", "postgres", "seaweed"])
+def test_a_server_that_is_killed_comes_back_and_the_run_goes_on(
+    stage: Stage, stack: Stack, server: str
+) -> None:
+    under_way(stage)
+    stage.kill_server(stack, server)
+    stage.pause(0.02)
+    stage.finish()
+    stage.check()
+
+
+def test_a_temporal_that_has_forgotten_everything_is_refilled_from_the_ledger(
+    stage: Stage, stack: Stack
+) -> None:
+    under_way(stage)
+    before = members(stage)
+    stage.wipe_temporal(stack)
+    stage.pause(0.02)
+    stage.finish()
+    stage.check()
+    assert before <= members(stage)  # finished members are kept
+    reopened = stage.value("SELECT count(*) FROM groups WHERE run_id = %s AND gen > 0", stage.run)
+    assert reopened > 0
+
+
+def members(stage: Stage) -> set[tuple[int, ...]]:
+    rows = stage.query(
+        "SELECT group_id, sample, attempt FROM attempts WHERE run_id = %s AND member", stage.run
+    )
+    return {tuple(row.values()) for row in rows}
+
+
+@pytest.mark.slow
+def test_commands_that_are_delivered_again_and_again_change_nothing(stage: Stage) -> None:
+    stage.start_all()
+
+    def again() -> bool:
+        stage.query(
+            "UPDATE outbox SET done_at = NULL WHERE run_id = %s AND done_at IS NOT NULL "
+            "RETURNING id",
+            stage.run,
+        )
+        return stage.found().state == "finished"
+
+    stage.until(again, "the run is finished")
+    stage.finish()
+    stage.check()
+
+
+# -- people in the Temporal UI
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deed", ["cancel", "terminate", "reset"])
+def test_a_person_interferes_with_a_group(stage: Stage, deed: str) -> None:
+    under_way(stage)
+    (row,) = stage.query(
+        "SELECT group_id, workflow_id FROM groups WHERE run_id = %s AND state = 'submitted' "
+        "AND begun_at IS NOT NULL ORDER BY group_id LIMIT 1",
+        stage.run,
+    )
+    asyncio.run(interfere(stage, row["workflow_id"], deed))
+    stage.pause(0.02)
+    stage.finish()
+    stage.check()
+    (group,) = stage.query(
+        "SELECT state, closed_cause, gen, losses FROM groups WHERE run_id = %s AND group_id = %s",
+        stage.run,
+        row["group_id"],
+    )
+    if deed == "cancel":
+        assert (group["state"], group["closed_cause"]) == ("cancelled", "human")
+    else:
+        assert group["state"] == "complete"
+    if deed == "terminate":
+        assert group["gen"] == 1
+
+
+async def interfere(stage: Stage, workflow_id: str, deed: str) -> None:
+    client = await stage.client()
+    handle = client.get_workflow_handle(workflow_id)
+    if deed == "cancel":
+        await handle.cancel()
+    elif deed == "terminate":
+        await handle.terminate("somebody thought it hung")
+    else:
+        from temporalio.api.common.v1 import WorkflowExecution
+        from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
+
+        await client.workflow_service.reset_workflow_execution(
+            ResetWorkflowExecutionRequest(
+                namespace=client.namespace,
+                workflow_execution=WorkflowExecution(workflow_id=workflow_id),
+                reason="somebody thought it hung",
+                request_id=stage.run,
+                workflow_task_finish_event_id=4,
+            )
+        )
+    assert (await handle.describe()).status is not WorkflowExecutionStatus.FAILED
+
+
+# -- a store and an engine that misbehave on the wire
+
+
+def refuse(content: bytes) -> bytes:
+    return b""
+
+
+def corrupt(content: bytes) -> bytes:
+    """One flipped bit in what looks like tensor data."""
+    if len(content) < 4096:
+        return content
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def other_version(content: bytes) -> bytes:
+    """Weights of another digest than those that were asked for."""
+    head, found, rest = content.partition(b'"weights_sha256":"')
+    return head + found + (b"f" if rest[:1] != b"f" else b"0") + rest[1:] if found else content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trainer", "engine"])
+@pytest.mark.parametrize("fault", ["cut", "refused", "corrupted", "reset", "slow"])
+def test_the_store_misbehaves_for_a_while(stage: Stage, name: str, fault: str) -> None:
+    address = urlsplit(stage.services.s3_endpoint)
+    with Proxy(str(address.hostname), int(address.port or 80)) as proxy:
+        stage.places[name] = stage.services.model_copy(
+            update={"s3_endpoint": f"http://127.0.0.1:{proxy.port}"}
+        )
+        under_way(stage)
+        with misbehaving(proxy, fault):
+            stage.rest(4)
+        stage.pause(0.02)
+        stage.finish()
+        stage.check()
+
+
+@contextlib.contextmanager
+def misbehaving(proxy: Proxy, fault: str):  # type: ignore[no-untyped-def]
+    faults: dict[str, Callable[[], None]] = {
+        "cut": proxy.cut,
+        "refused": lambda: proxy.answer(
+            b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        ),
+        "corrupted": lambda: proxy.alter(corrupt),
+        "reset": lambda: proxy.reset_after(20_000),
+        "slow": lambda: proxy.throttle(50_000),
+    }
+    faults[fault]()
+    try:
+        yield
+    finally:
+        proxy.mend()
+
+
+@pytest.mark.slow
+def test_an_engine_that_answers_with_other_weights_is_never_believed(stage: Stage) -> None:
+    url = urlsplit(stage.services.engines[0])
+    with Proxy(str(url.hostname), int(url.port or 80)) as proxy:
+        told = stage.services.model_copy(update={"engines": (f"http://127.0.0.1:{proxy.port}",)})
+        stage.places |= dict.fromkeys(("ledger", "rollouts"), told)
+        under_way(stage)
+        proxy.alter(other_version)
+        failures = "SELECT count(*) AS n FROM attempts WHERE run_id = %s AND counts_as_failure"
+        stage.until(lambda: stage.value(failures, stage.run), "somebody noticed")
+        proxy.mend()
+        stage.pause(0.02)
+        stage.finish()
+        stage.check(failures="WrongVersion")
