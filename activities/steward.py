@@ -7,7 +7,7 @@ second leader would be harmless (row locks and compare-and-sets), only wasteful.
     relay          as fast as commands come       fleet          every second
     sweep          every half minute              namespace      every minute, and at once
     retirement     every five seconds             garbage        every minute
-    housekeeping   every ten minutes
+    housekeeping   every ten minutes               dead workers   every second
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from temporalio.service import RPCError
 from activities import namespace
 from activities.fleet import Fleet
 from activities.garbage import Garbage
+from activities.mourning import Mourning
 from activities.relay import Relay
 from activities.sweep import Sweep
 from storage import housekeeping, outbox
@@ -54,6 +55,7 @@ class Rhythm:
     relay_min: float = 0.02
     relay_max: float = 0.25
     fleet: float = 1.0
+    mourning: float = 1.0
     retirement: float = 5.0
     garbage: float = 60.0
     sweep: float = 30.0
@@ -74,6 +76,7 @@ class Steward:
     relay: Relay
     sweep: Sweep
     garbage: Garbage
+    mourning: Mourning
     rhythm: Rhythm = Rhythm()
 
     async def run(self) -> None:
@@ -107,6 +110,7 @@ class Steward:
                     ("retirement", rhythm.retirement, self.fleet.retire),
                     ("garbage", rhythm.garbage, self.garbage.collect),
                     ("sweep", rhythm.sweep, self.sweep.run),
+                    ("dead workers", rhythm.mourning, self.mourning.report),
                     ("housekeeping", rhythm.housekeeping, self._keep_house),
                 ):
                     tasks.create_task(every(name, seconds, step))

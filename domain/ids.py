@@ -8,6 +8,11 @@ def group_workflow_id(run: str, batch: int, group: int, gen: int) -> str:
     return f"run/{run}/b{batch:06d}/g{group}~{gen}"
 
 
+def attempt_activity_id(sample: int, attempt: int) -> str:
+    """Temporal activity id of one attempt, within its group's workflow."""
+    return f"s{sample}.a{attempt}"
+
+
 def publish_workflow_id(run: str, version: int) -> str:
     """Temporal workflow id of the publication of one policy version."""
     return f"run/{run}/publish/v{version:08d}"

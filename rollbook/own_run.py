@@ -4,8 +4,6 @@ The same hand-over, plan, publication and record as the built-in trainer's, from
 `trainer/`; the weights, the optimizer and the checkpoints are the loop's.
 """
 
-import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from domain import failpoints
+from domain import failpoints, holders
 from domain.config import RunConfig
 from domain.errors import ConfigError, DataChanged, LedgerError, RunExists, RunNotFound
 from domain.services import Services
@@ -103,7 +101,7 @@ class OwnRun:
                 services.database_url, pool=2, application=f"loop {self.name}", patience_s=60
             )
             opening.callback(self.ledger.close)
-            holder = f"{socket.gethostname()}:{os.getpid()}"
+            holder = holders.here()
             self.epoch = acquire(
                 self.ledger, self.name, holder, force=force, lease_s=lease_s, stop=lambda: False
             )

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities import namespace
-from domain import sources
+from domain import holders, sources
 from domain.config import RunConfig
 from domain.environments import Source
 from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, rollout_queue
@@ -224,6 +223,7 @@ def _ledger_parts(
     from activities.fleet import Fleet
     from activities.garbage import Garbage
     from activities.inference import EngineClient
+    from activities.mourning import Mourning
     from activities.publish import EngineActivities
     from activities.relay import Relay
     from activities.steward import Rhythm, Steward, tend_own
@@ -241,6 +241,7 @@ def _ledger_parts(
         fleet=Fleet(ledger, engines, ()) if own else fleet,
         relay=Relay(ledger, client),
         sweep=Sweep(ledger, client, grace_s=grace_s),
+        mourning=Mourning(ledger, client),
         rhythm=Rhythm(sweep=min(Rhythm.sweep, grace_s / 2)),
         garbage=Garbage(ledger, ObjectStore(services)),
     )
@@ -279,7 +280,7 @@ def _rollout_parts(
     attempts = Attempts(
         Sampler(ledger=ledger, engines=engines, router=Router(ledger)),
         Setups(ledger, ObjectStore(services), cache / "models", load_source=load_source),
-        worker=f"{socket.gethostname()}:{os.getpid()}",
+        worker=holders.here(),
     )
     workers = [
         Worker(

@@ -6,7 +6,7 @@ longer than one round. What follows from it is decided by compare-and-set elsewh
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from domain.ids import group_workflow_id, policy_name
 from storage.database import Tx
@@ -139,17 +139,30 @@ def silent_attempts(tx: Tx, *, silent_s: float, cancelled: bool, limit: int) -> 
         """,
         (cancelled, silent_s, limit),
     ).fetchall()
-    return [
-        Silent(
-            run=row["run"],
-            group=row["group"],
-            sample=row["sample"],
-            attempt=row["attempt"],
-            fence=row["fence"],
-            workflow_id=group_workflow_id(row["run"], row["batch"], row["group"], row["gen"]),
-        )
-        for row in rows
-    ]
+    return [_silent(row) for row in rows]
+
+
+def workers(tx: Tx) -> list[str]:
+    """Names of the processes that run attempts (`domain.holders`)."""
+    rows = tx.execute(
+        "SELECT DISTINCT worker FROM attempts WHERE state = 'running' AND worker IS NOT NULL "
+        "ORDER BY worker"
+    ).fetchall()
+    return [row["worker"] for row in rows]
+
+
+def attempts_of(tx: Tx, workers: Sequence[str]) -> list[Silent]:
+    """Running attempts of these workers, told to stop or not."""
+    rows = tx.execute(
+        """
+        SELECT a.run_id AS run, a.group_id AS group, a.sample, a.attempt, a.fence, a.gen, g.batch
+        FROM attempts a JOIN groups g USING (run_id, group_id)
+        WHERE a.state = 'running' AND a.worker = ANY(%s)
+        ORDER BY a.run_id, a.group_id, a.sample, a.attempt
+        """,
+        (list(workers),),
+    ).fetchall()
+    return [_silent(row) for row in rows]
 
 
 def stuck_publications(tx: Tx, *, grace_s: float) -> list[tuple[str, int]]:
@@ -179,3 +192,14 @@ def violations(tx: Tx) -> list[tuple[str, str]]:
         """
     ).fetchall()
     return [(row["run_id"], row["what"]) for row in rows]
+
+
+def _silent(row: Mapping[str, Any]) -> Silent:
+    return Silent(
+        run=row["run"],
+        group=row["group"],
+        sample=row["sample"],
+        attempt=row["attempt"],
+        fence=row["fence"],
+        workflow_id=group_workflow_id(row["run"], row["batch"], row["group"], row["gen"]),
+    )

@@ -6,8 +6,6 @@ one that finds another epoch ends this process.
 """
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from typing import Self
 
 import psycopg
 
+from domain import holders
 from domain.errors import Fenced, RunHeld
 from storage import runs
 from storage.database import Ledger
@@ -97,7 +96,7 @@ def acquire(
     give_up = time.monotonic() + 1.5 * max(lease_s, LEASE_S)
     while True:
         present = ledger.call(runs.holder, run)
-        dead = present is not None and _is_dead(present)
+        dead = present is not None and holders.is_gone(present)
         try:
             return ledger.call(runs.take_over, run, holder, lease_s=lease_s, force=force or dead)
         except RunHeld as held:
@@ -105,17 +104,3 @@ def acquire(
                 raise
             log.info("waiting for the lease: %s", held)
         time.sleep(1.0)
-
-
-def _is_dead(holder: str) -> bool:
-    """Whether the holder was a process of this host that is gone."""
-    host, _, pid = holder.rpartition(":")
-    if host != socket.gethostname() or not pid.isdecimal():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False

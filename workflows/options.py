@@ -8,6 +8,7 @@ from temporalio.workflow import ActivityConfig, LocalActivityConfig
 
 with workflow.unsafe.imports_passed_through():
     from domain import errors
+    from domain.ids import attempt_activity_id
     from domain.messages import (
         LEDGER_QUEUE,
         AttemptFailure,
@@ -56,7 +57,7 @@ def attempt_options(group: GroupIn, which: AttemptIn) -> ActivityConfig:
     """
     return ActivityConfig(
         task_queue=rollout_queue(group.environment),
-        activity_id=f"s{which.sample}.a{which.attempt}",
+        activity_id=attempt_activity_id(which.sample, which.attempt),
         summary=f"sample {which.sample} · attempt {which.attempt}",
         priority=RESUBMITTED if which.attempt else FRESH,
         schedule_to_close_timeout=None
@@ -81,7 +82,7 @@ def load_options(engine: EngineRef) -> ActivityConfig:
         task_queue=LEDGER_QUEUE,
         summary=f"{engine.engine} · incarnation {engine.incarnation}",
         start_to_close_timeout=timedelta(minutes=15),
-        heartbeat_timeout=timedelta(seconds=30),
+        heartbeat_timeout=timedelta(seconds=10),
         retry_policy=RetryPolicy(
             initial_interval=timedelta(milliseconds=500),
             maximum_interval=timedelta(seconds=10),

@@ -5,14 +5,13 @@ in the environment (`domain.services.VARIABLES`).
 """
 
 import asyncio
-import os
 import signal
-import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from domain import holders
 from domain.errors import Fenced
 from rollbook.connect import STATE, services_for
 from rollbook.output import console, print_json
@@ -84,7 +83,7 @@ def trainer(
         final = train(
             run,
             services_for(state),
-            holder=f"{socket.gethostname()}:{os.getpid()}",
+            holder=holders.here(),
             force=force,
             stop=lambda: bool(stopping),
         )

@@ -26,6 +26,7 @@ from activities.fleet import Fleet
 from activities.garbage import Garbage
 from activities.inference import EngineClient, Health
 from activities.ledger import LedgerActivities
+from activities.mourning import Mourning
 from activities.publish import EngineActivities, ServingActivities
 from activities.relay import Relay
 from activities.steward import Rhythm, Steward, tend_own
@@ -145,6 +146,7 @@ class Scene:
             relay=Relay(self.ledger, client),
             sweep=Sweep(self.ledger, client, grace_s=0.5),
             garbage=Garbage(self.ledger, self.store),
+            mourning=Mourning(self.ledger, client),
             rhythm=QUICK,
         )
 

@@ -15,6 +15,7 @@ import pytest
 from psycopg import conninfo
 from safetensors.torch import load_file
 
+from domain import holders
 from domain.config import RunConfig
 from domain.errors import Fenced
 from domain.failpoints import POINTS
@@ -24,7 +25,7 @@ from storage.database import Ledger
 from storage.objects import ObjectStore
 from tests.outage import Proxy
 from tests.playing import Fleet, configuration, constant
-from trainer import lease, loop
+from trainer import loop
 from trainer.lease import Lease
 from trainer.model import weights_digest
 
@@ -365,9 +366,9 @@ def configuration_without_files(name: str, root: Path) -> RunConfig:
 def test_a_dead_holder_of_this_host_is_recognised() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
-    assert lease._is_dead(f"{socket.gethostname()}:{child.pid}")
-    assert not lease._is_dead(f"{socket.gethostname()}:{os.getpid()}")
-    assert not lease._is_dead(f"elsewhere:{child.pid}")
+    assert holders.is_gone(f"{socket.gethostname()}:{child.pid}")
+    assert not holders.is_gone(f"{socket.gethostname()}:{os.getpid()}")
+    assert not holders.is_gone(f"elsewhere:{child.pid}")
 
 
 def test_other_data_is_refused_on_resume(
