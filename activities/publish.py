@@ -12,7 +12,7 @@ from activities.inference import EngineClient
 from activities.ledger import transact
 from domain.messages import EngineList, EngineRef, PublishIn, PublishRefused, Serve
 from storage import census, runs, versions
-from storage.database import Ledger
+from storage.database import Ledger, Tx
 
 
 @dataclass
@@ -44,8 +44,14 @@ class ServingActivities:
     @activity.defn
     async def publish_refused(self, refused: PublishRefused) -> None:
         """No engine can ever serve the version: fail the run with what they said."""
+        await transact(self.ledger, _refuse, refused)
+
+
+def _refuse(tx: Tx, refused: PublishRefused) -> None:
+    """Fail the run, unless the version is wanted no more: its weights may be gone by then."""
+    if versions.state(tx, refused.run, refused.version) == "loading":
         reason = f"no engine serves {refused.run}@{refused.version}: {refused.reason}"
-        await transact(self.ledger, runs.fail, refused.run, reason)
+        runs.fail(tx, refused.run, reason)
 
 
 @dataclass

@@ -55,14 +55,20 @@ def claim(tx: Tx, limit: int = 100) -> list[Command]:
     """The oldest commands that are not done, oldest first; skips rows another relay is claiming.
 
     Nothing is leased: the caller delivers after its commit, and a second relay that delivers the
-    same command does no harm. A `start_group` whose generation is over is marked done instead.
+    same command does no harm. A `start_group` whose generation is over is marked done instead, and
+    so is a `publish` of a version that is served or superseded.
     """
     tx.execute(
         """
         UPDATE outbox SET done_at = now(), last_error = 'superseded' WHERE id IN (
-            SELECT o.id FROM outbox o WHERE o.done_at IS NULL AND o.kind = 'start_group'
-                AND NOT EXISTS (SELECT 1 FROM groups g
-                                WHERE g.workflow_id = o.key AND g.state = 'submitted')
+            SELECT o.id FROM outbox o WHERE o.done_at IS NULL
+                AND CASE o.kind
+                    WHEN 'start_group' THEN NOT EXISTS (SELECT 1 FROM groups g
+                        WHERE g.workflow_id = o.key AND g.state = 'submitted')
+                    WHEN 'publish' THEN EXISTS (SELECT 1 FROM policy_versions p
+                        WHERE p.run_id = o.run_id AND p.state <> 'loading'
+                            AND p.version = (o.payload->>'version')::int)
+                    ELSE false END
             FOR NO KEY UPDATE SKIP LOCKED)
         """
     )

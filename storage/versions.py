@@ -98,7 +98,12 @@ def publish(tx: Tx, run: str, epoch: int, version: int) -> bool:
     """
     owner = runs.fence(tx, run, epoch)
     row = _row(tx, run, version, lock=True)
-    if row["state"] in ("loading", "served"):
+    command = asdict(PublishIn(run=run, version=version))
+    if row["state"] == "served":
+        return True
+    if row["state"] == "loading":
+        # A trainer that starts again asks again: Temporal may have lost the publication.
+        outbox.repeat(tx, run, "publish", publish_workflow_id(run, version), command)
         return True
     if row["state"] != "uploaded":
         raise LedgerError(
@@ -120,8 +125,7 @@ def publish(tx: Tx, run: str, epoch: int, version: int) -> bool:
         "WHERE run_id = %s AND version = %s",
         (run, version),
     )
-    command = PublishIn(run=run, version=version)
-    outbox.repeat(tx, run, "publish", publish_workflow_id(run, version), asdict(command))
+    outbox.repeat(tx, run, "publish", publish_workflow_id(run, version), command)
     return True
 
 
@@ -182,13 +186,13 @@ def unloaded(tx: Tx, run: str, engine_url: str, version: int) -> None:
 
 
 def mark_served(tx: Tx, run: str, version: int, *, without: Sequence[str] = ()) -> bool:
-    """Serve a loading version once every live engine acknowledged it; whether it is served now.
+    """Serve a loading version once every live engine acknowledged it; whether its publication is over.
 
-    Engines named in `without` (base URLs) refused it or are too slow, and are not waited for; some
+    It is over too once a newer version has superseded this one. Engines named in `without` (base URLs) refused it or are too slow, and are not waited for; some
     engine must have acknowledged.
     """
     row = _row(tx, run, version, lock=True)
-    if row["state"] == "served":
+    if row["state"] in ("served", "draining", "retired", "deleted"):
         return True
     if row["state"] != "loading":
         return False

@@ -90,6 +90,14 @@ class Rehearsal:
             self.run,
             version,
         )
+        self.record_weights(version)
+        assert self.ledger.call(versions.publish, self.run, self.epoch, version)
+        self.ledger.call(versions.see_engine, self.run, ENGINE, 1, 8, 3600.0)
+        assert self.ledger.call(versions.acknowledge, self.run, ENGINE, 1, version, bytes(sha))
+        assert self.ledger.call(versions.mark_served, self.run, version)
+
+    def record_weights(self, version: int) -> None:
+        """Say that a version's weights are in the object store."""
         self.ledger.call(
             versions.record_weights,
             self.run,
@@ -99,10 +107,6 @@ class Rehearsal:
             bytes=1,
             probe=None,
         )
-        assert self.ledger.call(versions.publish, self.run, self.epoch, version)
-        self.ledger.call(versions.see_engine, self.run, ENGINE, 1, 8, 3600.0)
-        assert self.ledger.call(versions.acknowledge, self.run, ENGINE, 1, version, bytes(sha))
-        assert self.ledger.call(versions.mark_served, self.run, version)
 
     def register(self, batch: int) -> None:
         if batch >= self.batches:

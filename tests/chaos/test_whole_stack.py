@@ -61,7 +61,10 @@ def test_a_whole_stack_killed_in_full_work_loses_at_most_what_was_on_the_wire(
             before = Snapshot.of(stage.ledger)
             pause(root, 0.02)
             second = whole.rollbook("resume", "whole")
-            stage.finish(timeout_s=50)  # less than a heartbeat's time-out
+            taken_up = "SELECT count(*) AS n FROM attempts WHERE state = 'running' AND fence > 1"
+            # Sooner than the heartbeat's time-out of a minute: it is known that the worker died.
+            stage.until(lambda: stage.value(taken_up), "rollouts are taken up", timeout_s=50)
+            stage.finish()
             assert second.wait(60) == 0, whole.log.read_text()[-3000:]
             stage.check()
             after = Snapshot.of(stage.ledger)
