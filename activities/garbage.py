@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 
 from domain.errors import ObjectError
-from storage import checkpoints, garbage, manifests
+from storage import checkpoints, garbage, manifests, pushes
 from storage.database import Ledger
 from storage.objects import ObjectStore
 
@@ -39,6 +39,7 @@ class Garbage:
 
     async def _weights(self, run: str) -> None:
         for version, key in await self.ledger.run(garbage.unneeded_weights, run):
-            await asyncio.to_thread(manifests.remove, self.store, key)
+            if key != pushes.KEY:  # a publisher's own weights were never in the store
+                await asyncio.to_thread(manifests.remove, self.store, key)
             await self.ledger.run(garbage.note_deleted_weights, run, [version])
             logger.info("deleted the weights of %s@%d", run, version)

@@ -207,7 +207,13 @@ def fetch(
 
 
 def remove(store: ObjectStore, manifest_key: str) -> None:
-    """Delete a set, its manifest first: half a deletion leaves no set."""
+    """Delete a set, its manifest first: half a deletion leaves no set.
+
+    Raises:
+        ObjectError: the key names no manifest, so what lies beside it is no set.
+    """
+    if PurePosixPath(manifest_key).name != NAME or manifest_key == NAME:
+        raise ObjectError(f"{manifest_key!r} is no manifest of a set; nothing is deleted")
     store.delete([manifest_key])
     store.delete(entry.key for entry in store.list(manifest_key.removesuffix(NAME)))
 

@@ -6,7 +6,7 @@ import pytest
 
 from activities.garbage import Garbage
 from domain.services import Services
-from storage import fork, garbage, versions
+from storage import fork, garbage, pushes, versions
 from storage.database import Ledger
 from storage.objects import ObjectStore
 from tests.rehearsal import ENGINE, Rehearsal, configuration
@@ -121,3 +121,21 @@ async def test_weights_of_a_kept_checkpoint_stay_even_when_superseded(
     retire(ledger)
     await Garbage(ledger, store).collect()
     assert kept(store, "weights/r1/") == [weights(1), weights(2)]
+
+
+async def test_retired_weights_of_a_publisher_of_ones_own_delete_nothing(
+    ledger: Ledger, store: ObjectStore
+) -> None:
+    run = Rehearsal(ledger, configuration(checkpoint={"keep": 1}, schedule={"ahead": 0})).begin()
+    put(store, "pushed-by-someone-else/x")
+    for _ in range(2):
+        run.hand_over()
+        for group in [g for g, at in run.states().items() if at == "submitted"]:
+            run.complete(group)
+        run.planned()
+        ledger.call(pushes.record, "r1", run.epoch, run.apply(), engines={ENGINE: 1})
+        run.checkpoint()
+    retire(ledger)
+    await Garbage(ledger, store).collect()
+    assert [entry.key for entry in store.list("pushed")] == ["pushed-by-someone-else/x"]
+    assert ledger.call(versions.state, "r1", 1) == "deleted"

@@ -318,3 +318,11 @@ def test_concurrent_fetches_share_one_folder(
 def test_a_removed_set_is_gone(store: ObjectStore, prefix: str) -> None:
     manifests.remove(store, weights(store, prefix).manifest_key)
     assert store.list(prefix) == []
+
+
+def test_what_is_no_manifest_is_never_removed_as_a_set(store: ObjectStore, prefix: str) -> None:
+    weights(store, prefix)
+    for key in (prefix, f"{prefix}/", "manifest.json"):
+        with pytest.raises(ObjectError, match="is no manifest"):
+            manifests.remove(store, key)
+    assert store.list(prefix)
