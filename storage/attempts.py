@@ -126,17 +126,11 @@ def start(tx: Tx, i: AttemptIn, *, worker: str) -> Started:
             ended=ref_of(row),
             error=row["error"] or "",
         )
-    committed = tx.execute(
-        """SELECT count(*) AS n FROM segments
-        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)""",
-        key,
-    ).fetchone()
-    assert committed is not None
     return Started(
         fence=started["fence"],
         version=started["pinned_version"],
         task=known,
-        segments=committed["n"],
+        segments=_committed(tx, i) if started["fence"] > 1 else 0,
         kv_version=started["kv_version"],
         deadline=task["deadline"],
     )
@@ -235,7 +229,7 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
     joins = outcome.joins or (outcome.resubmit == "unscored" and group["deadline_reached"])
     again = row["cancel_cause"] is not None and row["cancel_cause"] != "deadline"
     open_ = group["state"] == "submitted" and not again
-    member = joins and open_ and _has_place(tx, i, end, group["group_size"])
+    member = joins and open_ and (row["members"] < group["group_size"] or _give_way(tx, i, end))
     cancelled_as = CANCELLED_AS.get(row["cancel_cause"])
     surplus = not member and (
         joins and cancelled_as is None
@@ -245,8 +239,14 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
     ended = tx.execute(
         """UPDATE attempts SET state = 'finished', status = %(status)s, reward = %(reward)s,
             reward_parts = %(parts)s, metrics = %(metrics)s, truncation = %(truncation)s,
-            chain_lengths = %(chains)s, member = %(member)s, surplus = %(surplus)s,
-            error_type = %(error_type)s, error = %(error)s, finished_at = clock_timestamp()
+            -- each chain up to its last sampled id; none of a member that takes no rows
+            chain_lengths = CASE WHEN %(trains)s THEN ARRAY(
+                SELECT max(context_start + prompt_tokens + tokens) FROM segments s
+                WHERE (s.run_id, s.group_id, s.sample, s.attempt)
+                    = (%(run)s, %(group)s, %(sample)s, %(attempt)s) AND s.tokens > 0
+                GROUP BY chain ORDER BY chain) WHEN %(scored)s THEN '{}' END,
+            member = %(member)s, surplus = %(surplus)s, error_type = %(error_type)s,
+            error = %(error)s, finished_at = clock_timestamp()
         WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s) RETURNING *""",
         _key(i)
         | {
@@ -255,7 +255,8 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
             "parts": jsonb(dict(end.components)) if end.components else None,
             "metrics": jsonb(dict(end.metrics)) if end.metrics else None,
             "truncation": end.cause,
-            "chains": _chain_lengths(tx, i, end.status, trains(end.status, policy)),
+            "scored": end.status in SCORED,
+            "trains": end.status in SCORED and trains(end.status, policy),
             "member": member,
             "surplus": surplus,
             "error_type": end.error_type,
@@ -315,45 +316,39 @@ def ref_of(row: Row) -> AttemptRef:
     )
 
 
-def _has_place(tx: Tx, i: AttemptIn, end: Ending, size: int) -> bool:
-    """Whether the group has a place for this finisher.
+def _give_way(tx: Tx, i: AttemptIn, end: Ending) -> bool:
+    """Whether a member of the full group leaves its place to this finisher.
 
     Members are taken in the order in which they finish. Tails that were cut at the deadline end
     together: among those the lower sample index joins, so one of a higher index gives way.
     """
-    members = tx.execute(
-        """SELECT sample, attempt, truncation, part FROM attempts
-        WHERE run_id = %(run)s AND group_id = %(group)s AND member ORDER BY sample""",
-        _key(i),
-    ).fetchall()
-    if len(members) < size:
-        return True
     if end.cause != "group_deadline":
         return False
-    cut = [m for m in members if m["truncation"] == "group_deadline" and m["part"] is None]
-    if not cut or cut[-1]["sample"] < i.sample:
+    other = tx.execute(
+        """SELECT sample, attempt FROM attempts WHERE run_id = %(run)s AND group_id = %(group)s
+            AND member AND truncation = 'group_deadline' AND part IS NULL
+        ORDER BY sample DESC LIMIT 1""",
+        _key(i),
+    ).fetchone()
+    if other is None or other["sample"] < i.sample:
         return False
     tx.execute(
         """UPDATE attempts SET member = false, surplus = true WHERE
         (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(s)s, %(a)s)""",
-        _key(i) | {"s": cut[-1]["sample"], "a": cut[-1]["attempt"]},
+        _key(i) | {"s": other["sample"], "a": other["attempt"]},
     )
     return True
 
 
-def _chain_lengths(tx: Tx, i: AttemptIn, status: Status, takes_rows: bool) -> list[int] | None:
-    """Tokens of each chain up to its last sampled id; none for a member that takes no rows."""
-    if status not in SCORED:
-        return None
-    if not takes_rows:
-        return []
-    rows = tx.execute(
-        """SELECT max(context_start + prompt_tokens + tokens) AS length FROM segments
-        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
-            AND tokens > 0 GROUP BY chain ORDER BY chain""",
+def _committed(tx: Tx, i: AttemptIn) -> int:
+    """Segments of earlier executions."""
+    row = tx.execute(
+        """SELECT count(*) AS n FROM segments
+        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)""",
         _key(i),
-    ).fetchall()
-    return [row["length"] for row in rows]
+    ).fetchone()
+    assert row is not None
+    return int(row["n"])
 
 
 def _lock_group(tx: Tx, i: AttemptIn) -> Row:
@@ -372,9 +367,14 @@ def _lock_group(tx: Tx, i: AttemptIn) -> Row:
 
 
 def _lock_attempts(tx: Tx, i: AttemptIn, *, everyone: bool) -> Row | None:
-    """Lock this attempt, and with `everyone` all that have not ended, in key order."""
+    """Lock this attempt, and with `everyone` all that have not ended, in key order.
+
+    The answer counts the group's `members`, which change only under the group's lock.
+    """
     rows = tx.execute(
-        """SELECT * FROM attempts WHERE run_id = %(run)s AND group_id = %(group)s
+        """SELECT *, (SELECT count(*) FROM attempts m
+            WHERE m.run_id = %(run)s AND m.group_id = %(group)s AND m.member) AS members
+        FROM attempts WHERE run_id = %(run)s AND group_id = %(group)s
             AND ((sample, attempt) = (%(sample)s, %(attempt)s) OR (%(everyone)s AND status IS NULL))
         ORDER BY sample, attempt FOR NO KEY UPDATE""",
         _key(i) | {"everyone": everyone},

@@ -12,6 +12,7 @@ keys take KEY SHARE and must not conflict).
 import asyncio
 import json
 import math
+import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +82,7 @@ class Ledger:
             min_size=1,
             max_size=pool,
             timeout=10,
-            check=ConnectionPool.check_connection,
+            check=_connected,
             open=False,
         )
         # Probe first: the pool itself would only report a time-out, not why.
@@ -125,6 +126,19 @@ class Ledger:
         """Wait for running transactions and close all connections."""
         self._threads.shutdown(wait=True)
         self._pool.close()
+
+
+def _connected(connection: Tx) -> None:
+    """Close and refuse a pooled connection that the server has ended: it said so, or hung up.
+
+    A look at the socket costs no round trip, which every transaction would pay. Dead servers that
+    leave their sockets open would only let a question hang.
+    """
+    socket = select.poll()
+    socket.register(connection.fileno(), select.POLLIN)
+    if socket.poll(0):
+        connection.close()
+        raise psycopg.OperationalError("the server has ended an idle connection")
 
 
 def jsonb(value: Any) -> Jsonb:
