@@ -104,12 +104,19 @@ def test_an_older_schema_is_refused(
     for module in (database.MIGRATIONS / "versions").glob("*_*.*"):
         (folder / "versions" / module.name).write_bytes(module.read_bytes())
     head = ScriptDirectory(str(database.MIGRATIONS)).get_current_head()
-    (folder / "versions" / "next.py").write_text(
-        f'revision = "next"\ndown_revision = "{head}"\n', encoding="utf-8"
+    (folder / "versions" / "9999_next.py").write_text(
+        f'revision = "9999"\ndown_revision = "{head}"\n', encoding="utf-8"
     )
     monkeypatch.setattr(database, "MIGRATIONS", folder)
-    with pytest.raises(SchemaMismatch, match=f"revision {head}, this code needs next"):
+    with pytest.raises(SchemaMismatch, match=f"revision {head}, this code needs 9999"):
         database.check_schema(url)
+
+
+def test_the_file_of_a_migration_begins_with_its_revision() -> None:
+    scripts = ScriptDirectory(str(database.MIGRATIONS))
+    revisions = {script.revision: Path(script.path).name for script in scripts.walk_revisions()}
+    assert all(name.startswith(f"{revision}_") for revision, name in revisions.items())
+    assert scripts.get_current_head() == max(revisions)
 
 
 def test_tables_py_has_the_columns_of_the_database(ledger_url: str) -> None:
