@@ -12,28 +12,29 @@ at most `ABORT_PATIENCE_S` for what was sampled so far, hands it to `on_partial`
 CancelledError go on. Whatever happens, the connection is closed, and a closed connection is an abort
 too: nothing goes on running for a caller who has gone.
 
-**Black holes.** A long answer and a dead engine look alike. While a request waits, the engine's
-`/health` is asked every few seconds, once per engine however many requests wait; two failures in a
-row, or another incarnation, end the wait with EngineUnavailable.
+**Long requests.** The JSON of many tokens is made, read and checked in a thread beside the event loop,
+one at a time: when hundreds of long answers arrive together, heartbeats still leave in time.
 """
 
 import asyncio
-import math
-import time
+import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx
 
 from activities.answers import Generated, SamplingParams, generated, required
 from activities.connections import Connections
+from activities.liveness import HEALTH_TIMEOUT_S, Liveness
 from domain.errors import EngineError, EngineRefused, EngineUnavailable, WrongVersion
 
 ABORT_PATIENCE_S = 2.0
-HEALTH_EVERY_S = 3.0
-HEALTH_TIMEOUT_S = 3.0
+LONG_B = 65_536
+"""Bytes of JSON, some thousand tokens, that are not worth a thread."""
+
+T = TypeVar("T")
 __all__ = ["EngineClient", "Generated", "Health", "SamplingParams"]
 
 _REQUEST_ID_PREFIX = "generate-tokens-"
@@ -51,16 +52,6 @@ class Health:
     waiting: int
     capabilities: frozenset[str] = frozenset()
     """Names of `domain.capabilities`; an engine that does not say has none."""
-
-
-@dataclass(slots=True)
-class _Watch:
-    """Liveness of one engine, shared by all requests that wait for it."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    asked_at: float = -math.inf
-    failures: int = 0
-    incarnation: int | None = None
 
 
 class EngineClient:
@@ -87,11 +78,13 @@ class EngineClient:
         self._connect_s = connect_s
         self._answer_s = answer_s
         self._load_s = load_s
-        self._watches: dict[str, _Watch] = {}
+        self._liveness = Liveness(self._look)
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine answers")
 
     async def aclose(self) -> None:
         """Close all connections; requests in progress are aborted by that."""
         await self._http.aclose()
+        self._beside.shutdown(wait=False)
 
     async def generate(
         self,
@@ -125,7 +118,7 @@ class EngineClient:
         """
         body: dict[str, Any] = {
             "model": policy,
-            "token_ids": list(prompt_ids),
+            "token_ids": prompt_ids,
             "request_id": request_id,
             "cache_salt": salt,
             "priority": 0,
@@ -134,21 +127,15 @@ class EngineClient:
         if params.kv_max_staleness:
             body["kv_max_staleness"] = params.kv_max_staleness
 
-        def checked(answer: Mapping[str, Any]) -> Generated:
-            return generated(engine_url, policy, params, weights_sha256, answer)
-
-        pending = asyncio.create_task(
-            self._post(engine_url, "/inference/v1/generate", body, timeout_s=self._answer_s)
-        )
+        pending = asyncio.create_task(self._sample(engine_url, body, params, weights_sha256))
         try:
-            await self._wait(engine_url, pending)
-            return checked(await pending)
+            await self._liveness.wait(engine_url, pending)
+            return await pending
         except asyncio.CancelledError:
             if on_partial is not None:
                 partial = await self._partial(pending, engine_url, request_id)
                 if partial is not None:
-                    with suppress(EngineError):  # a doubtful partial answer is none
-                        on_partial(checked(partial))
+                    on_partial(partial)
             raise
         finally:
             if not pending.done():
@@ -166,7 +153,7 @@ class EngineClient:
         await self._post(
             engine_url,
             "/inference/v1/abort_requests",
-            {"request_ids": [_REQUEST_ID_PREFIX + request_id]},
+            _encode({"request_ids": [_REQUEST_ID_PREFIX + request_id]}),
             timeout_s=ABORT_PATIENCE_S,
         )
 
@@ -178,12 +165,9 @@ class EngineClient:
             EngineRefused: the name stands for other weights (409) or the weights are bad (422).
             WrongVersion: it acknowledged another digest.
         """
-        answer = await self._post(
-            engine_url,
-            "/rollbook/load",
-            {"policy": policy, "manifest": manifest, "sha256": sha256},
-            timeout_s=self._load_s,
-        )
+        order = _encode({"policy": policy, "manifest": manifest, "sha256": sha256})
+        answered = await self._post(engine_url, "/rollbook/load", order, timeout_s=self._load_s)
+        answer = _json(engine_url, answered)
         held = required(engine_url, answer, "policies", dict).get(policy)
         if held != sha256:
             raise WrongVersion(
@@ -197,7 +181,7 @@ class EngineClient:
         Raises:
             EngineUnavailable, EngineRefused: as for `generate`.
         """
-        body = {"policy": policy}
+        body = _encode({"policy": policy})
         await self._post(engine_url, "/rollbook/unload", body, timeout_s=30.0, absent=True)
 
     async def health(self, engine_url: str) -> Health:
@@ -206,12 +190,7 @@ class EngineClient:
         Raises:
             EngineUnavailable: it does not answer within HEALTH_TIMEOUT_S, or is broken.
         """
-        answer = await self._ask(httpx.Request("GET", engine_url + "/health"), HEALTH_TIMEOUT_S)
-        if answer.status_code != 200:
-            raise EngineUnavailable(
-                f"engine {engine_url}/health answered {answer.status_code}: {answer.text[:500]}"
-            )
-        body = _json(engine_url, answer)
+        body = _json(engine_url, await self._look(engine_url))
         numbers = ("incarnation", "max_resident", "running", "waiting")
         return Health(
             policies=required(engine_url, body, "policies", dict),
@@ -219,66 +198,68 @@ class EngineClient:
             **{name: required(engine_url, body, name, int) for name in numbers},
         )
 
-    async def _wait(self, engine_url: str, pending: "asyncio.Task[Any]") -> None:
-        """Return when the answer is there; raise if the engine dies under it."""
-        watch = self._watches.setdefault(engine_url, _Watch())
-        first: int | None = None
-        while not (await asyncio.wait([pending], timeout=HEALTH_EVERY_S))[0]:
-            async with watch.lock:
-                if time.monotonic() - watch.asked_at >= HEALTH_EVERY_S:
-                    await self._look(engine_url, watch)
-            first = watch.incarnation if first is None else first
-            if watch.failures >= 2:
-                raise EngineUnavailable(
-                    f"engine {engine_url} owes an answer and did not answer /health "
-                    f"{watch.failures} times in a row"
-                )
-            if watch.incarnation != first:
-                raise EngineUnavailable(f"engine {engine_url} was restarted under a request")
+    async def _look(self, engine_url: str) -> httpx.Response:
+        answer = await self._ask(httpx.Request("GET", engine_url + "/health"), HEALTH_TIMEOUT_S)
+        if answer.status_code != 200:
+            raise EngineUnavailable(
+                f"engine {engine_url}/health answered {answer.status_code}: {answer.text[:500]}"
+            )
+        return answer
 
-    async def _look(self, engine_url: str, watch: _Watch) -> None:
-        try:
-            answer = await self._ask(httpx.Request("GET", engine_url + "/health"), HEALTH_TIMEOUT_S)
-            watch.failures = 0 if answer.status_code == 200 else watch.failures + 1
-            if answer.status_code == 200 and answer.content:  # vLLM's body is empty
-                watch.incarnation = _json(engine_url, answer).get("incarnation")
-        except EngineUnavailable:
-            watch.failures += 1
-        finally:
-            watch.asked_at = time.monotonic()
+    async def _sample(
+        self,
+        engine_url: str,
+        body: dict[str, Any],
+        params: SamplingParams,
+        weights_sha256: str | None,
+    ) -> Generated:
+        prompt = body["token_ids"]
+
+        def read() -> Generated:
+            return generated(
+                engine_url, body["model"], params, weights_sha256, _json(engine_url, answer)
+            )
+
+        content = await self._off_loop(
+            8 * len(prompt), lambda: _encode(body | {"token_ids": list(prompt)})
+        )
+        answer = await self._post(
+            engine_url, "/inference/v1/generate", content, timeout_s=self._answer_s
+        )
+        return await self._off_loop(len(answer.content), read)
+
+    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Do something that takes as long as `size` bytes of JSON."""
+        if size < LONG_B:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._beside, work)
 
     async def _partial(
-        self, pending: "asyncio.Task[dict[str, Any]]", engine_url: str, request_id: str
-    ) -> dict[str, Any] | None:
+        self, pending: "asyncio.Task[Generated]", engine_url: str, request_id: str
+    ) -> Generated | None:
         try:
             async with asyncio.timeout(ABORT_PATIENCE_S):
                 await self.abort(engine_url, request_id)
                 return await asyncio.shield(pending)
-        except (EngineUnavailable, EngineRefused, TimeoutError):
+        except (EngineError, TimeoutError):  # a doubtful partial answer is none
             return None
 
     async def _post(
-        self,
-        engine_url: str,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        timeout_s: float,
-        absent: bool = False,
-    ) -> dict[str, Any]:
-        request = httpx.Request("POST", engine_url + path, json=body)
+        self, engine_url: str, path: str, content: bytes, *, timeout_s: float, absent: bool = False
+    ) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        request = httpx.Request("POST", engine_url + path, content=content, headers=headers)
         answer = await self._ask(request, timeout_s)
-        if answer.status_code == 404 and absent:
-            return {}
-        if answer.status_code == 429 or answer.status_code >= 500 or answer.status_code == 499:
+        status = answer.status_code
+        if status == 429 or status >= 500 or status == 499:
             raise EngineUnavailable(
-                f"engine {engine_url}{path} answered {answer.status_code}: {answer.text[:500]}"
+                f"engine {engine_url}{path} answered {status}: {answer.text[:500]}"
             )
-        if answer.status_code != 200:
+        if status != 200 and not (status == 404 and absent):
             raise EngineRefused(
-                f"engine {engine_url}{path} answered {answer.status_code}: {answer.text[:2000]}"
+                f"engine {engine_url}{path} answered {status}: {answer.text[:2000]}"
             )
-        return _json(engine_url, answer) if answer.content else {}
+        return answer
 
     async def _ask(self, request: httpx.Request, timeout_s: float) -> httpx.Response:
         limits = httpx.Timeout(timeout_s, connect=self._connect_s)
@@ -290,6 +271,10 @@ class EngineClient:
             raise EngineUnavailable(
                 f"engine {request.url}: {type(error).__name__} {error}".rstrip()
             ) from error
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _json(engine_url: str, answer: httpx.Response) -> dict[str, Any]:

@@ -5,6 +5,7 @@ committed is replayed first: the same decisions are made on the recorded segment
 on where they end.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 
@@ -25,6 +26,10 @@ ANSWER_NOW: Message = {
     "role": "user",
     "content": "Your budget is used up. Give your final answer now.",
 }
+
+
+LONG_TURN = 4_096
+"""Tokens whose decoding would hold up the event loop, and so every heartbeat, for long."""
 
 
 class Failed(Exception):
@@ -170,10 +175,10 @@ class Turns:
                 segment = await self._request(conversation.ids, wanted)
                 conversation.sampled.extend(int(i) for i in segment.sampled_ids)
                 if segment.finish_reason == "stop":
-                    return conversation.close_turn()
+                    return await _close(conversation)
         except BudgetExhausted:
             if conversation.sampled:
-                conversation.close_turn()
+                await _close(conversation)
             raise
 
     async def once(self, prompt: Sequence[int], max_tokens: int | None) -> Segment:
@@ -248,3 +253,9 @@ class Turns:
             raise  # cancelled or fenced: not this rollout's to judge
         except Exception as error:
             raise Failed(f"sampling failed: {type(error).__name__}: {error}") from error
+
+
+async def _close(conversation: Conversation) -> Message:
+    if len(conversation.sampled) < LONG_TURN:
+        return conversation.close_turn()
+    return await asyncio.to_thread(conversation.close_turn)
