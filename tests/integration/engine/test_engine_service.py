@@ -22,6 +22,7 @@ from tests.integration.engine.lab import (
     running_engine,
     sampling,
 )
+from tests.stub_engine import stub_engine
 from trainer.model import weights_digest as trainer_digest
 
 LONG = type(QWEN3)(**(QWEN3.to_dict() | {"max_position_embeddings": 100_000}))
@@ -349,11 +350,23 @@ async def test_an_absent_manifest_is_an_outage_of_the_store(
         await client.load(engine.url, "r@1", "nowhere", "0" * 64)
 
 
+async def test_what_is_long_is_read_beside_the_event_loop(client: EngineClient) -> None:
+    prompt, params = list(range(10_000)), sampling(max_tokens=5_000)
+    async with stub_engine() as stub:
+        stub.tokens = None
+        long = await client.generate(stub.url, "r@1", prompt, params, request_id="x", salt="s")
+        stub.kv_version = lambda version: version - 1
+        with pytest.raises(WrongVersion, match="extended KV of version 0"):
+            await client.generate(stub.url, "r@1", prompt, params, request_id="y", salt="s")
+    assert stub.requests[0]["token_ids"] == prompt
+    assert (len(long.sampled_ids), set(long.logprobs)) == (5_000, {-0.5})
+
+
 async def test_a_black_hole_is_noticed_while_a_request_waits(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("HEALTH_EVERY_S", "HEALTH_TIMEOUT_S"):
-        monkeypatch.setattr(f"activities.inference.{name}", 0.2)
+    monkeypatch.setattr("activities.liveness.HEALTH_EVERY_S", 0.2)
+    monkeypatch.setattr("activities.inference.HEALTH_TIMEOUT_S", 0.2)
 
     async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
