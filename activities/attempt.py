@@ -9,6 +9,7 @@ Temporal asked to cancel                             finished cancelled    Cance
 another execution owns it                            late_result           FENCED
 its worker died and it cannot resume                 –                     LOST
 the source broke its contract                        finished infra_error  SOURCE_BROKEN
+the gateway could not sample for it                  finished infra_error  INFRA_ERROR
 worker shutdown, ledger out of reach                 –                     WORKER_SHUTDOWN, retried
 timed out, paused, reset: Temporal's to say          –                     CancelledError
 
@@ -18,8 +19,10 @@ the ledger, so a retry goes on from there, and one whose finish had committed on
 
 import asyncio
 import logging
+import secrets
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -27,18 +30,29 @@ import psycopg
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.harness import LOOK_EVERY_S
 from activities.play import play
 from activities.sampler import Sampler
-from activities.session import LONGEST_S, SessionRecorder, ShuttingDown, Stopped
+from activities.session import (
+    LONGEST_S,
+    Access,
+    GatewayFailed,
+    SessionRecorder,
+    ShuttingDown,
+    Stopped,
+    key_sha256,
+    session_path,
+)
 from activities.setups import Setup, Setups
 from activities.whole import whole
 from domain import failpoints
-from domain.environments import Outcome, recovery
+from domain.environments import HarnessSource, Outcome, recovery, samples_at_gateway
 from domain.errors import ConfigError, Fenced, ObjectError, SourceBroken
 from domain.messages import AttemptFailure, AttemptIn, AttemptRef
 from domain.rollouts import SCORED, Reward, Status
+from domain.services import VARIABLES
 from domain.text import clean
-from storage import attempts, segments
+from storage import attempts, segments, sessions
 from storage.attempts import Ending, Started
 
 logger = logging.getLogger(__name__)
@@ -54,18 +68,22 @@ MESSAGE_LIMIT, ERROR_LIMIT = 2_000, 20_000
 class Attempts:
     """Runs attempts in a rollout worker. One per process and event loop."""
 
-    def __init__(self, sampler: Sampler, setups: Setups, *, worker: str) -> None:
+    def __init__(
+        self, sampler: Sampler, setups: Setups, *, worker: str, gateway: str | None = None
+    ) -> None:
         """Nothing starts yet.
 
         Args:
             sampler: ledger, engine client and router.
             setups: sources and chat formats of runs.
             worker: this process, for people: host and pid.
+            gateway: base URL of the recording gateway.
         """
         self._sampler = sampler
         self._ledger = sampler.ledger
         self._setups = setups
         self._worker = worker
+        self._gateway = gateway
         self._abandoned: set[asyncio.Task[Any]] = set()
 
     @activity.defn
@@ -102,10 +120,9 @@ class Attempts:
             raise _failure(AttemptFailure.SOURCE_BROKEN, str(error)) from error
 
     async def _play(self, i: AttemptIn, setup: Setup, started: Started) -> AttemptRef:
-        recorder = await self._recorder(i, setup, started)
-        work = asyncio.create_task(
-            play(setup.source, started.task, recorder, config=setup.config, chat=setup.chat)
-        )
+        access = await self._access(i, setup, started)
+        recorder = await self._recorder(i, setup, started, access)
+        work = asyncio.create_task(_work(setup, started, recorder))
         recorder.bind(work)
         try:
             outcome = await self._beside_a_beater(i, work, recorder)
@@ -120,9 +137,44 @@ class Attempts:
         except Exception as error:
             logger.exception("attempt failed", extra={"run": i.run, "group": i.group})
             await self._fail(i, started.fence, AttemptFailure.INFRA_ERROR, _describe(error))
+        finally:
+            if access is not None:
+                await self._revoke(i, started.fence)
         return await self._end(i, started.fence, outcome)
 
-    async def _recorder(self, i: AttemptIn, setup: Setup, started: Started) -> SessionRecorder:
+    async def _access(self, i: AttemptIn, setup: Setup, started: Started) -> Access | None:
+        """A key of this execution's own, where the source samples through the gateway.
+
+        Raises:
+            ApplicationError: this worker knows no gateway, or another execution owns the attempt.
+        """
+        if not samples_at_gateway(setup.source):
+            return None
+        if self._gateway is None:
+            await self._fail(
+                i,
+                started.fence,
+                AttemptFailure.SOURCE_BROKEN,
+                f"{type(setup.source).__name__} samples through the gateway, and this worker knows "
+                f"none; set {VARIABLES['gateway']}",
+            )
+        key = secrets.token_urlsafe(32)
+        try:
+            await self._ledger.run(sessions.issue, i, started.fence, key_sha256(key))
+        except Fenced as error:
+            await self._refused(i, started.fence, "key", error)
+        return Access(base_url=self._gateway.rstrip("/") + session_path(i), api_key=key)
+
+    async def _revoke(self, i: AttemptIn, fence: int) -> None:
+        """Close the session. An attempt that has ended has none, whether or not this gets through."""
+        try:
+            await whole(self._ledger.run(sessions.revoke, i, fence))
+        except psycopg.OperationalError as error:
+            logger.warning("a key was not revoked: %s", error)
+
+    async def _recorder(
+        self, i: AttemptIn, setup: Setup, started: Started, access: Access | None
+    ) -> SessionRecorder:
         key = (i.run, i.group, i.sample, i.attempt)
         resumed = started.segments > 0
         resumable = recovery(setup.source) != "drop"
@@ -137,6 +189,7 @@ class Attempts:
             patience_s=_patience_s(),
             # What cannot resume elsewhere uses the time that the worker's shutdown grants.
             draining=activity.is_worker_shutdown if resumable else lambda: False,
+            access=access,
         )
 
     async def _beside_a_beater(
@@ -233,6 +286,8 @@ class Attempts:
                 await self._fail(i, fence, AttemptFailure.CANCELLED, f"{stopped}")
             case Fenced() as error:
                 await self._refused(i, fence, "segment", error)
+            case GatewayFailed() as failed:
+                await self._fail(i, fence, AttemptFailure.INFRA_ERROR, str(failed))
             case ShuttingDown() as error:
                 raise _failure(AttemptFailure.WORKER_SHUTDOWN, str(error))
             case psycopg.OperationalError() as error:
@@ -257,6 +312,28 @@ class Attempts:
         """Count what came too late, and say that another execution answers for this attempt."""
         await self._ledger.run(attempts.late_result, i, fence, what)
         raise _failure(AttemptFailure.FENCED, str(error)) from error
+
+
+async def _work(setup: Setup, started: Started, recorder: SessionRecorder) -> Outcome:
+    """Play; where a session of the user's own samples at the gateway, watch what comes of it."""
+    playing = play(setup.source, started.task, recorder, config=setup.config, chat=setup.chat)
+    if isinstance(setup.source, HarnessSource) or not samples_at_gateway(setup.source):
+        return await playing
+    watching = asyncio.create_task(_watch(recorder))
+    try:
+        outcome = await playing
+        await recorder.look()
+        return outcome
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _watch(recorder: SessionRecorder) -> None:
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        with suppress(psycopg.OperationalError):  # the ledger is away; the source goes on
+            await recorder.look()
 
 
 async def _beat(recorder: SessionRecorder) -> None:

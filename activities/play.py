@@ -15,6 +15,8 @@ from dataclasses import replace
 
 from activities.chat import Chat
 from activities.environment import EnvRollout
+from activities.harness import HarnessRollout
+from activities.session import SessionRecorder
 from activities.session_source import BudgetedRecorder
 from activities.turns import Conversation, Failed, Turns
 from activities.verdicts import as_reward, guarded, verdict
@@ -27,6 +29,7 @@ from domain.environments import (
     PromptSource,
     SessionSource,
     Source,
+    samples_at_gateway,
 )
 from domain.errors import AgentError, BudgetExhausted, ConfigError, SourceBroken
 from domain.rollouts import TRUNCATION_CAUSES, Status, Task
@@ -48,7 +51,9 @@ async def play(
     if isinstance(source, Env):
         return await EnvRollout(source, task, recorder, config, chat).run()
     if isinstance(source, HarnessSource):
-        raise SourceBroken("HarnessSource needs the recording gateway, which is not there")
+        if not isinstance(recorder, SessionRecorder):
+            raise SourceBroken("a HarnessSource is sampled through the gateway, in attempts only")
+        return await HarnessRollout(source, task, recorder, config, chat).run()
     single = isinstance(source, PromptSource)
     turns = Turns(recorder, Limits.of(config), max_turns=1 if single else config.budget.max_turns)
     images = config.budget.max_images
@@ -79,6 +84,8 @@ def rehearse(source: Source, tasks: Sequence[Task], *, config: RunConfig, chat: 
     """
     if isinstance(source, Env) and (source.tools or config.budget.max_turns > 1):
         chat.require_turns(tools=bool(source.tools))
+    if samples_at_gateway(source) and config.budget.max_turns > 1:
+        chat.require_turns(tools=False)
     if not isinstance(source, PromptSource):
         return
     limits = Limits.of(config)

@@ -12,10 +12,13 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, NoReturn
 
 import psycopg
 
+from activities.inference import Generated
 from activities.sampler import Answer, Request, Sampler
 from activities.whole import whole
 from domain import failpoints
@@ -23,9 +26,11 @@ from domain.config import RunConfig
 from domain.errors import ConfigError, EngineUnavailable, Fenced, LedgerError
 from domain.messages import AttemptIn
 from domain.rollouts import Segment
-from storage import segments, snapshots
+from storage import segments, sessions, snapshots
 from storage.attempts import Started
+from storage.database import Tx
 from storage.segments import Place, Progress
+from storage.sessions import Past, Seen
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,38 @@ class Stopped(Exception):
 
 class ShuttingDown(Exception):
     """The worker stops: another one takes the attempt up."""
+
+
+class GatewayFailed(Exception):
+    """The gateway could not sample for the attempt; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Where a program samples for the attempt, and as whom."""
+
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What a request's caller has to do with its segment."""
+
+    trim: Callable[[Generated], Generated]
+    """Cuts what was sampled before it is recorded, as an engine would have that stopped there."""
+    note: Callable[[Tx, int], None]
+    """Writes in the segment's own transaction, given its number; must be idempotent."""
+
+
+def session_path(i: AttemptIn) -> str:
+    """The path of an attempt's own base URL."""
+    return f"/attempts/{i.run}/{i.group}/{i.sample}/{i.attempt}/v1"
+
+
+def key_sha256(key: str) -> bytes:
+    """What the ledger keeps of a key."""
+    return sha256(key.encode()).digest()
 
 
 class SessionRecorder:
@@ -57,6 +94,7 @@ class SessionRecorder:
         stop_ids: Sequence[int] = (),
         patience_s: float = LONGEST_S,
         draining: Callable[[], bool] = lambda: False,
+        access: Access | None = None,
     ) -> None:
         """Take up an attempt.
 
@@ -70,6 +108,7 @@ class SessionRecorder:
             stop_ids: ids that end a turn.
             patience_s: seconds from now for which failing engines are tried again.
             draining: whether the worker is shutting down and requests should not begin.
+            access: to the gateway, which then writes this attempt's segments.
         """
         self._sampler = sampler
         self._config = config
@@ -79,6 +118,7 @@ class SessionRecorder:
         self._stop_ids = tuple(sorted(stop_ids))
         self._give_up_at = time.monotonic() + patience_s
         self._draining = draining
+        self._access = access
         self._commits = asyncio.Lock()
         self._requests = len(recorded)
         self._last = places[-1] if places else None
@@ -109,12 +149,12 @@ class SessionRecorder:
     @property
     def base_url(self) -> str:
         """The gateway's OpenAI base URL."""
-        raise ConfigError("there is no recording gateway; sample through recorder.chat or .sample")
+        return self._at_gateway().base_url
 
     @property
     def api_key(self) -> str:
         """The attempt's own key at the gateway."""
-        raise ConfigError("there is no recording gateway; sample through recorder.chat or .sample")
+        return self._at_gateway().api_key
 
     @property
     def recorded(self) -> Sequence[Segment]:
@@ -151,15 +191,27 @@ class SessionRecorder:
         """The newest value that was kept."""
         return await self._sampler.ledger.run(snapshots.newest, self._attempt)
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Segment:
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        beside: Beside | None = None,
+    ) -> Segment:
         """One sampling request, committed before it returns.
 
         Raises:
+            ConfigError: the attempt samples through the gateway.
             EngineUnavailable: no engine answered while the attempt's time lasted.
             EngineRefused, WrongVersion: the engine's answer cannot be used.
             LedgerError: the ledger refused what the engine answered.
             CancelledError: the attempt was cancelled, or passed to another execution.
         """
+        if self._access is not None:
+            raise ConfigError(
+                "this source samples through the gateway (gateway = True); a rollout has one "
+                "writer, so recorder.chat and .sample are not for it"
+            )
         if self.halted is not None or self._closed or self._draining():
             await self._halt(self.halted or ShuttingDown("the worker is shutting down"))
         request = Request(
@@ -177,11 +229,11 @@ class SessionRecorder:
         self._failures = request.failures
         try:
             answer = await self._sampler.answer(request)
-            (segment, progress), cancelled = await whole(self._commit(prompt_ids, answer))
+            (segment, progress), cancelled = await whole(self._commit(prompt_ids, answer, beside))
         except (Fenced, psycopg.OperationalError) as error:
             await self._halt(error)
         except (asyncio.CancelledError, EngineUnavailable):
-            await self._keep(request)
+            await self._keep(request, beside)
             raise
         if cancelled:
             raise asyncio.CancelledError
@@ -201,6 +253,29 @@ class SessionRecorder:
         """Begin no further request, whatever the source does with the cancel it is about to get."""
         self._closed = True
 
+    async def look(self) -> Seen:
+        """Read what the gateway wrote for this attempt, and halt if that ends the attempt.
+
+        Raises:
+            CancelledError: the attempt was cancelled, has failed, or passed to another execution.
+            OperationalError: the ledger is out of reach.
+        """
+        i, fence = self._attempt, self._started.fence
+        seen = await self._sampler.ledger.run(sessions.look, i, fence)
+        if not seen.ours:
+            await self._halt(Fenced(f"fence {fence} of group {i.group} is not the newest"))
+        if seen.cancel_cause is not None:
+            await self._halt(Stopped(seen.cancel_cause))
+        if seen.failure is not None:
+            await self._halt(GatewayFailed(seen.failure))
+        self._tokens, self._engine = seen.tokens, seen.engine
+        self._facts |= {"turn": seen.turns, "seg": seen.segments}
+        return seen
+
+    async def past(self) -> Past:
+        """What the gateway recorded of this attempt."""
+        return await self._sampler.ledger.run(sessions.past, self._attempt)
+
     @property
     def heartbeat(self) -> dict[str, Any]:
         """What the Temporal UI shows of this attempt."""
@@ -216,8 +291,10 @@ class SessionRecorder:
 
     # ------------------------------------------------------------ inside
 
-    async def _commit(self, prompt_ids: Sequence[int], answer: Answer) -> tuple[Segment, Progress]:
-        generated = answer.generated
+    async def _commit(
+        self, prompt_ids: Sequence[int], answer: Answer, beside: Beside | None
+    ) -> tuple[Segment, Progress]:
+        generated = answer.generated if beside is None else beside.trim(answer.generated)
         version = min((v for v, _ in generated.spans), default=answer.version)
         segment = Segment(
             prompt_ids=prompt_ids,
@@ -235,17 +312,24 @@ class SessionRecorder:
             prompt = array("i", prompt_ids)
             place = self._place(prompt)
             failpoints.reach("segment_sampled")
-            progress = await self._sampler.ledger.run(
-                segments.append,
-                i.run,
-                i.group,
-                i.sample,
-                i.attempt,
-                self._started.fence,
-                segment,
-                place=place,
-                engine=answer.engine,
-            )
+
+            def append(tx: Tx) -> Progress:
+                progress = segments.append(
+                    tx,
+                    i.run,
+                    i.group,
+                    i.sample,
+                    i.attempt,
+                    self._started.fence,
+                    segment,
+                    place=place,
+                    engine=answer.engine,
+                )
+                if beside is not None:
+                    beside.note(tx, place.seq)
+                return progress
+
+            progress = await self._sampler.ledger.run(append)
             failpoints.reach("segment_done")
             self._version, self._engine = answer.version, answer.engine
             self._chain = prompt
@@ -253,6 +337,14 @@ class SessionRecorder:
             self._last, self._ended_turn = place, generated.finish_reason == "stop"
             self._tokens += len(generated.sampled_ids)
         return segment, progress
+
+    def _at_gateway(self) -> Access:
+        if self._access is None:
+            raise ConfigError(
+                "this source has no access to the recording gateway; give its class the attribute "
+                "gateway = True, or sample through recorder.chat or .sample"
+            )
+        return self._access
 
     def _place(self, prompt: "array[int]") -> Place:
         """Where the next segment stands: it extends the last chain, or starts another."""
@@ -268,12 +360,12 @@ class SessionRecorder:
             context_start=len(self._chain) if extends else 0,
         )
 
-    async def _keep(self, request: Request) -> None:
+    async def _keep(self, request: Request, beside: Beside | None) -> None:
         """Record what a cancelled request had sampled, if the ledger still takes it."""
         if not request.partial or not request.partial[0].generated.sampled_ids:
             return
         try:
-            await whole(self._commit(request.prompt_ids, request.partial[0]))
+            await whole(self._commit(request.prompt_ids, request.partial[0], beside))
         except (LedgerError, psycopg.Error) as error:
             logger.warning(
                 "the partial output of a cancelled request was not recorded: %s",

@@ -1,9 +1,10 @@
-"""What a worker needs of a run, loaded once: its configuration, its source and its chat format."""
+"""What a process needs of a run, loaded once: its configuration, chat format and source."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from activities.chat import Chat
 from domain import sources
@@ -12,6 +13,8 @@ from domain.environments import Source
 from storage import manifests, runs
 from storage.database import Ledger
 from storage.objects import ObjectStore
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +26,52 @@ class Setup:
     chat: Chat
 
 
+class Once(Generic[T]):
+    """Loads a thing per run once per process; concurrent callers share one load."""
+
+    def __init__(self, load: Callable[[str], Awaitable[T]]) -> None:
+        self._load = load
+        self._loads: dict[str, asyncio.Future[T]] = {}
+
+    async def get(self, run: str) -> T:
+        """What belongs to a run; a load that failed is tried again."""
+        load = self._loads.get(run)
+        if load is None or (load.done() and (load.cancelled() or load.exception() is not None)):
+            load = self._loads[run] = asyncio.ensure_future(self._load(run))
+        return await asyncio.shield(load)
+
+
+class Formats:
+    """A run's configuration and chat format, without its source: what the gateway needs."""
+
+    def __init__(self, ledger: Ledger, store: ObjectStore, folder: Path) -> None:
+        """Nothing is loaded yet; arguments as for `Setups`."""
+        self._ledger = ledger
+        self._store = store
+        self._folder = folder
+        self._known = Once(self._load)
+
+    async def get(self, run: str) -> tuple[RunConfig, Chat]:
+        """The format of a run.
+
+        Raises:
+            RunNotFound: no such run.
+            ObjectError: the model folder is missing or damaged.
+        """
+        return await self._known.get(run)
+
+    async def _load(self, run: str) -> tuple[RunConfig, Chat]:
+        found = await self._ledger.run(runs.read, run)
+        key = str(found.world["model_manifest"])
+        digest = Path(key).parent.name  # models/SHA256/manifest.json
+        folder = self._folder / digest
+        await asyncio.to_thread(manifests.fetch, self._store, key, folder, sha256=digest)
+        chat = await asyncio.to_thread(Chat.open, folder, renderer=found.config.model.renderer)
+        return found.config, chat
+
+
 class Setups:
-    """Loads each run once per process; concurrent callers share one load."""
+    """What a rollout worker needs of each run."""
 
     def __init__(
         self,
@@ -42,11 +89,9 @@ class Setups:
             folder: keeps fetched model folders between runs and restarts.
             load_source: replaced where the source is an object of the calling process.
         """
-        self._ledger = ledger
-        self._store = store
-        self._folder = folder
+        self._formats = Formats(ledger, store, folder)
         self._load_source = load_source
-        self._loads: dict[str, asyncio.Task[Setup]] = {}
+        self._known = Once(self._load)
 
     async def get(self, run: str) -> Setup:
         """The setup of a run.
@@ -56,18 +101,10 @@ class Setups:
             ConfigError: the source cannot be loaded, or contradicts the configuration.
             ObjectError: the model folder is missing or damaged.
         """
-        load = self._loads.get(run)
-        if load is None or (load.done() and (load.cancelled() or load.exception() is not None)):
-            load = self._loads[run] = asyncio.create_task(self._load(run))
-        return await asyncio.shield(load)
+        return await self._known.get(run)
 
     async def _load(self, run: str) -> Setup:
-        found = await self._ledger.run(runs.read, run)
-        key = str(found.world["model_manifest"])
-        digest = Path(key).parent.name  # models/SHA256/manifest.json
-        folder = self._folder / digest
-        await asyncio.to_thread(manifests.fetch, self._store, key, folder, sha256=digest)
-        chat = await asyncio.to_thread(Chat.open, folder, renderer=found.config.model.renderer)
+        config, chat = await self._formats.get(run)
         # User code may take its time to import; heartbeats of other attempts must go on.
-        source = await asyncio.to_thread(self._load_source, found.config)
-        return Setup(config=found.config, source=source, chat=chat)
+        source = await asyncio.to_thread(self._load_source, config)
+        return Setup(config=config, source=source, chat=chat)

@@ -66,6 +66,10 @@ class RolloutView:
     metrics: dict[str, float] = field(default_factory=dict)
     """Add to it; summed into the step record."""
     rewritten: list[Message] | None = None
+    folder: str | None = None
+    """The working folder of a harness's program, while it is judged."""
+    output: str = ""
+    """The end of what a harness's program printed."""
 
     def rewrite(self, messages: list[Message]) -> None:
         """Replace the history; the next turn starts a new chain from it."""
@@ -137,7 +141,13 @@ class PromptSource:
 
 
 class HarnessSource:
-    """Any agent program that speaks the OpenAI API, beside the recording gateway."""
+    """Any agent program that speaks the OpenAI API, beside the recording gateway.
+
+    `command`: its words; one that is exactly `{name}` stands for that entry of the task's data.
+    `verify`: a function of the rollout and the task, or a command that prints the reward last.
+    `workdir`: a folder whose copy each program works in; an empty folder without it.
+    `env`: variables; of the worker's own, programs get only a few such as PATH.
+    """
 
     def __init__(
         self,
@@ -241,13 +251,24 @@ class AttemptRecorder(Protocol):
 
 @runtime_checkable
 class SessionSource(Protocol):
-    """A coroutine that drives its own conversation. A cancel arrives as `CancelledError`."""
+    """A coroutine that drives its own conversation. A cancel arrives as `CancelledError`.
+
+    With the attribute `gateway = True` it samples at `recorder.base_url`, and only there.
+    """
 
     async def run(self, task: Task, recorder: Recorder) -> Outcome:
         """Sample through the recorder and return the outcome, reward included."""
 
 
 Source = Env | PromptSource | HarnessSource | SessionSource
+
+
+def samples_at_gateway(source: object) -> bool:
+    """Whether the rollouts of this source are sampled through the recording gateway.
+
+    Those of a harness are; a SessionSource says so by the attribute `gateway = True`.
+    """
+    return isinstance(source, HarnessSource) or getattr(source, "gateway", False) is True
 
 
 def recovery(source: Source) -> Recovery:

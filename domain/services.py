@@ -20,6 +20,7 @@ VARIABLES = {
     "s3_region": "AWS_REGION",
     "engines": "ROLLBOOK_ENGINES",
     "engines_run": "ROLLBOOK_ENGINES_RUN",
+    "gateway": "ROLLBOOK_GATEWAY",
 }
 
 
@@ -46,6 +47,8 @@ class Services(Section):
     """`AWS_REGION`"""
     engines: tuple[str, ...] = ()
     """`ROLLBOOK_ENGINES`: base URLs, separated by commas."""
+    gateway: str | None = None
+    """`ROLLBOOK_GATEWAY`: base URL of the recording gateway, as programs of rollout workers see it."""
     engines_run: str | None = None
     """`ROLLBOOK_ENGINES_RUN`: the one run these engines serve; default: every run of the ledger."""
 

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from domain.config import RunConfig
-from domain.environments import Env, HarnessSource, PromptSource, SessionSource, Source
+from domain.environments import (
+    Env,
+    HarnessSource,
+    PromptSource,
+    SessionSource,
+    Source,
+    samples_at_gateway,
+)
 from domain.errors import ConfigError
 from domain.tools import Tool
 
@@ -64,11 +71,11 @@ def check(source: object, config: RunConfig) -> None:
         ConfigError: names the source, the setting and the remedy.
     """
     name = type(source).__name__
+    if samples_at_gateway(source):
+        _check_gateway(name, config)
     if isinstance(source, HarnessSource):
-        raise ConfigError(
-            "HarnessSource needs the recording gateway, which this version does not have yet; "
-            "write an Env or a SessionSource"
-        )
+        _check_harness(source, config)
+        return
     if isinstance(source, PromptSource):
         if not callable(source.reward):
             raise ConfigError(f"PromptSource's reward is {source.reward!r}, which is no function")
@@ -83,6 +90,32 @@ def check(source: object, config: RunConfig) -> None:
         )
     if not inspect.iscoroutinefunction(source.run):
         raise ConfigError(f"{name}.run must be an async function")
+
+
+def _check_gateway(name: str, config: RunConfig) -> None:
+    if config.evaluation is not None:
+        raise ConfigError(
+            f"[evaluation] plays rollouts without the gateway, which {name} samples through; leave "
+            "it out"
+        )
+    if config.budget.final_answer_reserve:
+        raise ConfigError(
+            f"budget.final_answer_reserve = {config.budget.final_answer_reserve}: a program that "
+            f"samples through the gateway cannot be told to answer now ({name}); set it to 0"
+        )
+
+
+def _check_harness(source: HarnessSource, config: RunConfig) -> None:
+    commands: list[tuple[str, Sequence[object]]] = [("command", source.command)]
+    if not callable(source.verify):
+        commands.append(("verify", tuple(source.verify)))
+    for what, words in commands:
+        if not words or not all(isinstance(word, str) for word in words):
+            raise ConfigError(f"HarnessSource.{what} is {words!r}; it must be a list of words")
+    if source.workdir is not None and not (Path(config.root) / source.workdir).is_dir():
+        raise ConfigError(
+            f"HarnessSource.workdir = {source.workdir!r}: there is no such folder in {config.root}"
+        )
 
 
 def _check_env(env: Env, config: RunConfig) -> None:

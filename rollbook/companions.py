@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from domain.config import RunConfig
+from domain.environments import samples_at_gateway
 from domain.errors import RollbookError
 from domain.services import Services
 from rollbook.launch import Job
@@ -70,7 +71,10 @@ class Companions:
         if self._job is not None:
             return
         here = located.reference is None or located.reference != config.tasks.source
-        job = Job(config, self.services, self.state, trainer=False, rollouts=not here)
+        gateway = samples_at_gateway(located.source)
+        job = Job(
+            config, self.services, self.state, trainer=False, rollouts=not here, gateway=gateway
+        )
         self._job = self._stack.enter_context(job)
         if here:
             self._thread = RolloutThread(

@@ -1,6 +1,6 @@
 """The processes of one run on this machine, kept running by a supervisor.
 
-    engine · worker workflows · worker ledger · worker rollouts · trainer
+    engine · worker workflows · worker ledger · worker rollouts · trainer · gateway (if it is used)
 
 Each is the same command that a cluster would start (`rollbook.commands.processes`), with the service
 addresses in its environment. A worker or engine that dies is started again; so is a trainer that
@@ -37,6 +37,7 @@ class Job:
         force: bool = False,
         trainer: bool = True,
         rollouts: bool = True,
+        gateway: bool = False,
         on_change: Callable[[Report], None] | None = None,
     ) -> None:
         """Prepare, without starting anything.
@@ -48,6 +49,8 @@ class Job:
             force: the trainer takes the lease even from a holder that is alive.
             trainer: whether to start one; a loop of one's own trains by itself,
             rollouts: and may play its source itself.
+            gateway: whether the source samples through one, which is started where `services`
+                names none.
             on_change: told each new state of each process.
         """
         self.config = config
@@ -58,6 +61,11 @@ class Job:
         if self._own_engine:
             url = f"http://127.0.0.1:{ports.choose(0)}"
             services = services.model_copy(update={"engines": (url,), "engines_run": config.name})
+        self._own_gateway = gateway and not services.gateway
+        if self._own_gateway:
+            taken = [int(url.rpartition(":")[2]) for url in services.engines if self._own_engine]
+            url = f"http://127.0.0.1:{ports.choose(0, taken)}"
+            services = services.model_copy(update={"gateway": url})
         self.services = services
         self._on_change = on_change
         self._supervisor: Supervisor | None = None
@@ -119,6 +127,10 @@ class Job:
                     *threads,
                 ),
             )
+        if self._own_gateway:
+            assert self.services.gateway is not None
+            port = self.services.gateway.rpartition(":")[2]
+            commands.insert(0, self._command("gateway", "gateway", "--port", port))
         if not self._trainer:
             return commands
         force = ("--force",) if self._force else ()

@@ -281,6 +281,7 @@ def _rollout_parts(
         Sampler(ledger=ledger, engines=engines, router=Router(ledger)),
         Setups(ledger, ObjectStore(services), cache / "models", load_source=load_source),
         worker=holders.here(),
+        gateway=services.gateway,
     )
     workers = [
         Worker(

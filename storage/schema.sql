@@ -216,7 +216,11 @@ CREATE TABLE events(id bigint GENERATED ALWAYS AS IDENTITY, at timestamptz NOT N
 CREATE TABLE events_default PARTITION OF events DEFAULT;                     -- the steward adds a partition a day
 CREATE INDEX events_group ON events(run_id, group_id, at);
 CREATE TABLE gateway_keys(run_id text NOT NULL, group_id bigint NOT NULL, sample int NOT NULL, attempt int NOT NULL, key_sha256 sha256 NOT NULL UNIQUE,
-  revoked_at timestamptz, PRIMARY KEY(run_id, group_id, sample, attempt), FOREIGN KEY(run_id, group_id, sample, attempt) REFERENCES attempts);
+  revoked_at timestamptz, fence bigint NOT NULL, refused text, failure text,   -- refused: the budget that refused the last request; failure: an infra_error
+  PRIMARY KEY(run_id, group_id, sample, attempt), FOREIGN KEY(run_id, group_id, sample, attempt) REFERENCES attempts);
+CREATE TABLE gateway_calls(run_id text NOT NULL, group_id bigint NOT NULL, sample int NOT NULL, attempt int NOT NULL, seq int NOT NULL,
+  call int NOT NULL CHECK (call >= 0), after int, asked jsonb, PRIMARY KEY(run_id, group_id, sample, attempt, seq),   -- which call a segment answers, which it goes on from
+  FOREIGN KEY(run_id, group_id, sample, attempt) REFERENCES attempts, CONSTRAINT first_says_what CHECK ((seq = call) = (asked IS NOT NULL)), CONSTRAINT in_order CHECK (call <= seq AND after < call));
 CREATE TABLE objects(sha256 sha256 PRIMARY KEY, s3_key text NOT NULL UNIQUE, bytes bigint NOT NULL CHECK (bytes > 0), media_type text NOT NULL, created_at timestamptz NOT NULL DEFAULT now());
 CREATE TABLE evaluations(run_id text NOT NULL, name text NOT NULL, version policy_version NOT NULL, task_id text NOT NULL, sample int NOT NULL CHECK (sample >= 0),
   status rollout_status NOT NULL, reward double precision, at timestamptz NOT NULL DEFAULT now(),

@@ -384,6 +384,21 @@ gateway_keys = Table(
     Column("attempt", Integer, primary_key=True),
     Column("key_sha256", Digest, nullable=False),
     Column("revoked_at", Moment),
+    Column("fence", BigInteger, nullable=False),
+    Column("refused", Text),
+    Column("failure", Text),
+)
+gateway_calls = Table(
+    "gateway_calls",
+    metadata,
+    Column("run_id", Text, primary_key=True),
+    Column("group_id", BigInteger, primary_key=True),
+    Column("sample", Integer, primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("seq", Integer, primary_key=True),
+    Column("call", Integer, nullable=False),
+    Column("after", Integer),
+    Column("asked", JSONB),
 )
 objects = Table(
     "objects",

@@ -19,9 +19,9 @@ TEMPLATE = (
 )
 
 
-def printable(folder: Path) -> Chat:
-    """A model with one token per printable character, and a chat template."""
-    materialise_tiny(TinyModel(alphabet=ALPHABET), folder)
+def printable(folder: Path, *, more: str = "") -> Chat:
+    """A model with one token per printable character (and `more`), and a chat template."""
+    materialise_tiny(TinyModel(alphabet=ALPHABET + more), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return Chat.open(folder)
 

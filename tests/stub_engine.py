@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,10 @@ class StubEngine:
     failures: int = 0
     """Answer 503 to so many further requests."""
     logprob: float = -0.5
+    say: Callable[[dict[str, Any]], Sequence[int]] | None = None
+    """What is sampled for a request, cut to what it asks for; instead of `tokens`."""
+    delay_s: float = 0.0
+    drop_logprobs: bool = False
     hold: asyncio.Event | None = None
     """Requests wait for it; an aborted one answers with what it has: two ids."""
     hold_from: int = 0
@@ -69,8 +73,15 @@ class StubEngine:
                     wait.cancel()
             if abort.is_set():
                 number, reason = 2, "abort"
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
         ids = [100 + n % 50 for n in range(number)]
-        if reason == "stop":
+        if self.say is not None:
+            ids = list(self.say(body))[: 2 if reason == "abort" else wanted]
+            number = len(ids)
+            ended = ids and ids[-1] in body["sampling_params"]["stop_token_ids"]
+            reason = reason if reason == "abort" else "stop" if ended else "length"
+        elif reason == "stop":
             ids[-1] = STOP
         version = int(body["model"].rpartition("@")[2])
         ends = self.spans(version, number)
@@ -83,7 +94,9 @@ class StubEngine:
                     "finish_reason": reason,
                     "token_ids": ids,
                     "logprobs": {
-                        "content": [{"token_id": i, "logprob": self.logprob} for i in ids]
+                        "content": []
+                        if self.drop_logprobs
+                        else [{"token_id": i, "logprob": self.logprob} for i in ids]
                     },
                     "weight_versions": [
                         {"version": str(v), "start": start, "end": end}
@@ -145,4 +158,5 @@ async def stub_engine() -> AsyncIterator[StubEngine]:
 
 if __name__ == "__main__":
     # A process of its own, where the test's process is what is measured: tokens as asked for.
-    server_of(StubEngine(sys.argv[1], tokens=None, keep_requests=False)).run()
+    delay_s = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+    server_of(StubEngine(sys.argv[1], tokens=None, keep_requests=False, delay_s=delay_s)).run()

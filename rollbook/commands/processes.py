@@ -1,4 +1,4 @@
-"""`worker`, `trainer`, `engine`: the processes a run consists of, one command each.
+"""`worker`, `trainer`, `engine`, `gateway`: the processes a run consists of, one command each.
 
 `rollbook run` starts them all; on a cluster each is started by itself, with the service addresses
 in the environment (`domain.services.VARIABLES`).
@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     app.command()(worker)
     app.command()(trainer)
     app.command()(engine)
+    app.command()(gateway)
     app.command()(failpoints)
 
 
@@ -117,6 +118,22 @@ def engine(
         threads=threads,
         cache=state / "cache",
     )
+
+
+def gateway(
+    port: Annotated[int, typer.Option(help="Port.")] = 8200,
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
+    state: State = STATE,
+) -> None:
+    """Run the recording gateway: the OpenAI API for the programs of harness sources.
+
+    Rollout workers hand out its address (ROLLBOOK_GATEWAY) with a key for each attempt.
+
+    Example: `rollbook gateway --port 8200`
+    """
+    from rollbook.gateway import serve
+
+    asyncio.run(serve(services_for(state), host=host, port=port, cache=state / "cache"))
 
 
 def failpoints(

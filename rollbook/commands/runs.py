@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from domain import sources
 from domain.config import RunConfig
+from domain.environments import samples_at_gateway
 from domain.errors import ConfigError, RunExists
 from domain.risks import acknowledged
 from domain.services import VARIABLES, Services
@@ -212,7 +214,8 @@ def _train(
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
-    with Job(config, services, state, force=force) as job:
+    gateway = samples_at_gateway(sources.load(config))
+    with Job(config, services, state, force=force, gateway=gateway) as job:
         asked = False
         with Progress(config, ledger, console, json=json) as progress:
             while (ended := job.trainer_ended()) is None:

@@ -24,7 +24,7 @@ def filled(word: str) -> str:
 
 def test_the_run_consists_of_these_processes() -> None:
     workers = {"worker-workflows", "worker-ledger", "worker-rollouts"}
-    assert set(OURS) == {"migrate", "create", "engine", "trainer"} | workers
+    assert set(OURS) == {"migrate", "create", "engine", "gateway", "trainer"} | workers
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -69,6 +69,8 @@ def test_images_are_pinned() -> None:
         assert not image.endswith(":latest"), name
 
 
-@pytest.mark.parametrize("name", [n for n in OURS if n.startswith(("worker", "trainer", "engine"))])
+@pytest.mark.parametrize(
+    "name", [n for n in OURS if n.startswith(("worker", "trainer", "engine", "gateway"))]
+)
 def test_processes_get_time_to_stop(name: str) -> None:
     assert int(OURS[name]["stop_grace_period"].rstrip("s")) >= 60

@@ -183,8 +183,8 @@ def test_sources_that_cannot_serve_the_settings_are_refused() -> None:
         check(Silent(), config(trainer={"truncation": "score"}))
     with pytest.raises(ConfigError, match=r"implement Silent.on_truncated"):
         check(Silent(), config(trainer={"truncation_by_cause": {"turns": "drop"}}))
-    with pytest.raises(ConfigError, match="gateway"):
-        check(HarnessSource(["x"], ["y"]), config())
+    with pytest.raises(ConfigError, match="list of words"):
+        check(HarnessSource([], ["y"]), config())
     with pytest.raises(ConfigError, match=r"tasks\.source gives a int"):
         check(1, config())
     snapshotting = Silent()

@@ -1,6 +1,6 @@
 """A ledger with one run in it, driven by the functions that workers and workflows call."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -9,6 +9,7 @@ import psycopg
 import pytest
 from psycopg import conninfo, sql
 
+from activities.chat import Chat
 from domain.config import RunConfig
 from domain.ids import group_workflow_id
 from domain.messages import (
@@ -22,6 +23,8 @@ from domain.messages import (
 from domain.rollouts import Segment, Status
 from storage import attempts, groups, runs, segments
 from storage.database import Ledger
+from tests.scripted import printable
+from tests.stub_engine import StubEngine, stub_engine
 
 
 @dataclass
@@ -302,3 +305,42 @@ def make(ledger: Ledger, ledger_url: str) -> Iterator[Callable[..., Bench]]:
     for bench in made:
         assert bench.violations() == []
         assert bench.lost() == []
+
+
+@pytest.fixture(scope="session")
+def printable_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    return printable(tmp_path_factory.mktemp("printable"))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[StubEngine]:
+    async with stub_engine() as stub:
+        yield stub
+
+
+@pytest.fixture
+def sampled_run(make: Callable[..., Bench], engine: StubEngine) -> Callable[..., Bench]:
+    """Makes a run with ample budgets, whose version 0 the stub engine holds."""
+
+    def create(**sections: Any) -> Bench:
+        ample = {
+            "budget": {"max_turns": 50, "max_generated_tokens": 5000},
+            "trainer": {"width": 20_000},
+        }
+        b = make(**sections | {name: ample[name] | sections.get(name, {}) for name in ample})
+        b.sql(
+            """INSERT INTO engines(run_id, engine_id, incarnation, max_resident, alive_until)
+            VALUES (%s, %s, 1, 4, now() + interval '1 hour')""",
+            b.run,
+            engine.url,
+        )
+        b.sql(
+            """INSERT INTO engine_versions(run_id, engine_id, version, incarnation, weights_sha256)
+            VALUES (%s, %s, 0, 1, %s)""",
+            b.run,
+            engine.url,
+            bytes(32),
+        )
+        return b
+
+    return create

@@ -1,0 +1,262 @@
+"""One gateway session: the calls of one attempt's program, sampled and recorded.
+
+A call is a turn of one or more segments within the rollout's budget. Everything a session knows can
+be read from the ledger, so it may be dropped at any moment and opened again: turns that were
+committed but perhaps never arrived are given to a program that asks for them again, unfinished ones
+go on where they end.
+"""
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+from activities.chat import Chat, images
+from activities.histories import Histories, Question, Turn
+from activities.inference import Generated
+from activities.openai_api import Answered, ApiError, Ask, Json, for_template
+from activities.sampler import Sampler
+from activities.session import Beside, SessionRecorder
+from activities.transcripts import message_of, retell
+from domain.config import RunConfig
+from domain.errors import BudgetExhausted, ConfigError, SourceBroken
+from domain.sampling import Limits, Spent, next_request
+from domain.text import clean
+from domain.tools import Message
+from storage import sessions
+from storage.database import Tx
+from storage.sessions import Past, Recorded, Session
+
+
+class Unusable(Exception):
+    """The model cannot serve this program, or an engine's answer cannot be used: an infra_error."""
+
+
+class LiveSession:
+    """One open session. Its calls may run side by side."""
+
+    def __init__(
+        self,
+        session: Session,
+        config: RunConfig,
+        chat: Chat,
+        sampler: Sampler,
+        past: Past,
+        *,
+        delivered: Collection[int] = (),
+    ) -> None:
+        """Take up what the ledger holds.
+
+        Args:
+            session: what its key opened.
+            config: of the run,
+            chat: and its format.
+            sampler: the gateway's clients.
+            past: what the ledger holds.
+            delivered: calls whose answers are known to have arrived.
+        """
+        self.session = session
+        self.doubtful = False
+        """Something ended midway: the ledger knows better, and the session must be read again."""
+        self._chat = chat
+        self._config = config
+        self.limits = replace(Limits.of(config), reserve=0)
+        self._recorder = SessionRecorder(
+            sampler,
+            config,
+            session.attempt,
+            session.started,
+            recorded=past.segments,
+            places=past.places,
+            stop_ids=tuple(chat.stop_ids),
+        )
+        self._refused = session.refused
+        self._ledger = sampler.ledger
+        self._histories = Histories()
+        self._turns = len({recorded.call for recorded in past.calls})
+        self._generated = sum(len(segment.sampled_ids) for segment in past.segments)
+        self._promised = 0
+        """Tokens that requests in progress may still sample."""
+        self._settled = asyncio.Condition()
+        for told in retell(past, self._chat):
+            question = Question(told.asked)
+            arrived = told.continued or told.turn.call in delivered
+            if arrived:
+                told.turn.finish = told.turn.finish or "length"
+            else:
+                self._histories.owe(question, told.turn)
+            if told.turn.finish is not None:
+                self._histories.answer(question, told.message, told.turn)
+
+    async def answer(self, ask: Ask) -> Answered:
+        """Sample one turn, or give one again that was recorded for a request like this.
+
+        Raises:
+            ApiError: the request cannot be served.
+            BudgetExhausted: names the budget.
+            Unusable: the attempt must end as an infra_error.
+            Stopped, Fenced, CancelledError, OperationalError: as the recorder raised them.
+        """
+        question = Question(ask.asked)
+        turn = self._histories.again(question)
+        if turn is None:
+            turn = self._begin(question)
+        if turn.finish is None:
+            await self._sample(turn, ask)
+        message = message_of(self._chat, turn, ask.asked, ask.stop)
+        self._histories.answer(question, message, turn)
+        return self._answered(turn, ask, message)
+
+    async def note_refusal(self, cause: str | None) -> None:
+        """Tell the attempt which budget refused its program's last request, or that none did."""
+        if cause != self._refused:
+            i, fence = self.session.attempt, self.session.started.fence
+            await self._ledger.run(sessions.refuse, i, fence, cause)
+            self._refused = cause
+
+    # ------------------------------------------------------------ prompts
+
+    def _begin(self, question: Question) -> Turn:
+        asked = question.asked
+        most = self._config.budget.max_images
+        if most is not None and images(asked.get("messages", ())) > most:
+            raise BudgetExhausted("images")
+        known = self._histories.continued(question)
+        try:
+            if known is None:
+                return Turn.first(self._prompt(asked), asked)
+            before, added = known
+            return before.followed_by(self._continuation(before, added), added)
+        except SourceBroken as error:
+            raise ApiError(400, str(error)) from error
+        except ConfigError as error:
+            raise Unusable(str(error)) from error
+
+    def _prompt(self, asked: Json) -> list[int]:
+        if "ids" in asked:
+            ids: list[int] = asked["ids"]
+            size = self._chat.tokenizer.get_vocab_size()
+            if max(ids) >= size:
+                raise ApiError(400, f"the model has the token ids 0 to {size - 1}", param="prompt")
+            return ids
+        if "text" in asked:
+            return self._chat.encode(asked["text"])
+        return self._chat.prompt([for_template(m) for m in asked["messages"]], asked["tools"])
+
+    def _continuation(self, before: Turn, added: Json) -> list[int]:
+        context = before.context.tolist()
+        if "text" in added:
+            return [*context, *self._chat.encode(added["text"])]
+        messages = [for_template(message) for message in added["messages"]]
+        self._chat.require_turns(tools=any(m["role"] == "tool" for m in messages))
+        return self._chat.continuation(context[: before.prompt], context[before.prompt :], messages)
+
+    # ------------------------------------------------------------ sampling
+
+    async def _sample(self, turn: Turn, ask: Ask) -> None:
+        if turn.call is None:
+            if self._turns >= self._config.budget.max_turns:
+                raise BudgetExhausted("turns")
+            self._turns += 1
+        try:
+            while turn.finish is None:
+                await self._segment(turn, ask)
+        except BudgetExhausted:
+            if turn.call is None:
+                self._turns -= 1
+                raise
+            turn.finish = "length"
+
+    async def _segment(self, turn: Turn, ask: Ask) -> None:
+        wanted = await self._grant(turn, ask)
+        try:
+            await self.note_refusal(None)
+            segment = await self._recorder.sample(
+                turn.context, max_tokens=wanted, beside=self._beside(turn, ask)
+            )
+            self._generated += len(segment.sampled_ids)
+        finally:
+            async with self._settled:
+                self._promised -= wanted
+                self._settled.notify_all()
+        if segment.finish_reason != "stop" and not len(segment.sampled_ids):
+            raise Unusable(
+                f"the engine ended a request of {wanted} tokens with {segment.finish_reason!r} "
+                "and no tokens"
+            )
+        turn.extend(segment.sampled_ids, segment.logprobs)
+        turn.cached = turn.cached or segment.cached_prompt_tokens
+        if segment.finish_reason == "stop":
+            turn.finish = "stop"
+
+    async def _grant(self, turn: Turn, ask: Ask) -> int:
+        """How many tokens the next request may sample; calls side by side share what is left."""
+        spent = Spent(generated=self._generated, context=turn.end, turn=turn.end - turn.prompt)
+        async with self._settled:
+            while True:
+                if self._recorder.deadline_reached:
+                    raise BudgetExhausted("group_deadline")
+                promised = replace(spent, generated=self._generated + self._promised)
+                wanted = next_request(self.limits, promised, turn_cap=ask.max_tokens)
+                if isinstance(wanted, int):
+                    self._promised += wanted
+                    return wanted
+                if wanted != "tokens" or not self._promised:
+                    raise BudgetExhausted(wanted)
+                await self._settled.wait()
+
+    def _beside(self, turn: Turn, ask: Ask) -> Beside:
+        def note(tx: Tx, seq: int) -> None:
+            first = turn.call is None or turn.call == seq
+            call = seq if turn.call is None else turn.call
+            asked = turn.added | {"stop": list(ask.stop)} if first else None
+            recorded = Recorded(seq=seq, call=call, after=turn.after, asked=asked)
+            sessions.note(tx, self.session.attempt, recorded)
+            turn.call = call
+
+        before = turn.sampled
+        return Beside(trim=partial(self._trim, before, ask.stop), note=note)
+
+    def _trim(self, before: list[int], stop: Sequence[str], generated: Generated) -> Generated:
+        """Cut after the token that completes a stop text, where an engine would have stopped."""
+        ids = generated.sampled_ids
+
+        def stopped(length: int) -> bool:
+            text = self._chat.text([*before, *ids[:length]])
+            return any(end in text for end in stop)
+
+        if not stop or not stopped(len(ids)):
+            return generated
+        keep = bisect_left(range(len(ids)), True, key=lambda n: stopped(n + 1)) + 1
+        spans, left = [], keep
+        for version, tokens in generated.spans:
+            spans.append((version, min(tokens, left)))
+            left -= spans[-1][1]
+        return replace(
+            generated,
+            sampled_ids=ids[:keep],
+            logprobs=generated.logprobs[:keep],
+            finish_reason="stop",
+            spans=tuple(span for span in spans if span[1]),
+            support=None if generated.support is None else generated.support[:keep],
+        )
+
+    # ------------------------------------------------------------ answers
+
+    def _answered(self, turn: Turn, ask: Ask, message: Message) -> Answered:
+        i, finish = self.session.attempt, turn.finish or "stop"
+        sampled, decode = turn.sampled, self._chat.tokenizer.decode
+        return Answered(
+            call=turn.call or 0,
+            name=f"{i.run}.g{i.group}.s{i.sample}.a{i.attempt}.{turn.call}",
+            message=message,
+            finish_reason="tool_calls" if message.get("tool_calls") else finish,
+            prompt_ids=turn.ids[: turn.prompt].tolist(),
+            sampled_ids=sampled,
+            logprobs=turn.logprobs.tolist(),
+            tokens=[clean(decode([t], skip_special_tokens=False)) for t in sampled]
+            if ask.logprobs
+            else (),
+            cached=turn.cached,
+        )

@@ -1,0 +1,84 @@
+"""The gateway process: one event loop, the ledger, and the engines; no torch, no Temporal."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import psycopg
+import uvicorn
+
+from activities.gateway import Gateway
+from activities.inference import EngineClient
+from activities.routing import Router
+from activities.sampler import Sampler
+from activities.sessions import Sessions
+from activities.setups import Formats
+from domain.services import Services
+from storage.database import Ledger, check_schema
+from storage.objects import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 15
+"""Seconds that running calls get after SIGTERM; what they had sampled is recorded all the same."""
+
+KEEP_ALIVE_S = 75
+PATIENCE_S = 30.0
+"""Seconds for which a write is tried again while the ledger is away; then clients are told to."""
+
+RETRY_S = 0.5
+
+
+async def serve(services: Services, *, host: str, port: int, cache: Path) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        services: addresses of the ledger, S3 and the engines.
+        host: address to listen on.
+        port: port to listen on.
+        cache: folder in which model folders are kept (tokenizers, no weights).
+
+    Raises:
+        SchemaMismatch: the ledger's schema is not this code's.
+    """
+    async with AsyncExitStack() as stack:
+        ledger = await _open_ledger(services)
+        stack.callback(ledger.close)
+        engines = EngineClient()
+        stack.push_async_callback(engines.aclose)
+        sampler = Sampler(ledger, engines, Router(ledger))
+        formats = Formats(ledger, ObjectStore(services), cache / "models")
+        server = make_server(Gateway(Sessions(sampler, formats)), host=host, port=port)
+        logger.info("gateway on http://%s:%d", host, port)
+        await server.serve()
+
+
+def make_server(gateway: Gateway, *, host: str, port: int) -> uvicorn.Server:
+    """The server over a gateway, not started yet."""
+    config = uvicorn.Config(
+        gateway.app(),
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    return uvicorn.Server(config)
+
+
+async def _open_ledger(services: Services) -> Ledger:
+    while True:
+        try:
+            await asyncio.to_thread(check_schema, services.database_url)
+            return await asyncio.to_thread(
+                Ledger.open,
+                services.database_url,
+                application="rollbook gateway",
+                patience_s=PATIENCE_S,
+            )
+        except psycopg.OperationalError as error:
+            logger.warning("the ledger: %s", error)
+            await asyncio.sleep(RETRY_S)
