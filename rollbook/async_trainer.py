@@ -11,7 +11,7 @@ thread of this process. A process that dies is started again and goes on where t
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -160,7 +160,7 @@ class AsyncTrainer:
         }
         sources.check(engine.located.source, self._configure(1))
 
-    async def run(self, dataset: Any, *, steps: int) -> AsyncIterator[Step]:
+    async def run(self, dataset: Any, *, steps: int) -> AsyncGenerator[Step, None]:
         """Train up to `steps` steps in all, yielding those that this process trained.
 
         The trainer waits for the caller between two steps. Leaving the loop early checkpoints and

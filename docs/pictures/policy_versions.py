@@ -57,15 +57,19 @@ class Wanderer(Env):
         said = "".join(str(m["content"]) for m in rollout.messages if m["role"] == "assistant")
         return said.count("7") / max(1, len(said))
 
+    async def on_truncated(self, rollout: RolloutView, task: Task, cause: str) -> float:
+        """What was said until then counts."""
+        return await self.reward(rollout, task)
+
 
 def trainer(name: str, state: Path) -> AsyncTrainer:
     """One of the four runs."""
     segment = name == "picture-segment"
     mask = name in ("picture-segment", "picture-mask")
     engine = RolloutEngine(
-        TinyModel(alphabet="0123456789=?", dim=16, layers=1, heads=2, max_positions=80),
+        TinyModel(alphabet="0123456789=?", dim=16, layers=1, heads=2, max_positions=128),
         env=Wanderer(),
-        budget=Budget(max_generated_tokens=48, segment_tokens=4, max_turn_tokens=4),
+        budget=Budget(max_generated_tokens=90, segment_tokens=6),
         sampling_policy="segment" if segment else "trajectory",
         kv_cache=KVCache(max_staleness=1) if segment else KVCache(),
         sample_timeout=120.0,
@@ -80,7 +84,8 @@ def trainer(name: str, state: Path) -> AsyncTrainer:
         stale_policy="mask_span" if mask else "wait",
         allow_trajectory_loss=mask,
         order="admission" if mask else "deadline",
-        width=80,
+        truncation="score",
+        width=128,
         run=name,
         state=state,
     )

@@ -183,6 +183,31 @@ def test_running_rollouts_that_a_version_makes_too_old_are_cancelled(ledger: Led
     }
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"stale_policy": "keep", "allow_unbounded_staleness": True},
+        {"stale_policy": "mask_span", "allow_trajectory_loss": True},
+    ],
+    ids=["keep", "mask_span"],
+)
+def test_k7_without_a_bound_no_rollout_in_flight_is_cancelled_for_its_age(
+    ledger: Ledger, schedule: dict[str, Any]
+) -> None:
+    config = configuration(schedule={"order": "admission", "max_lag": 0, **schedule})
+    run = Rehearsal(ledger, config).begin()
+    run.hand_over()
+    run.start(0, sample=0)
+    for groups in ((1, 2), (3, 4), (5, 6)):
+        run.hand_over()
+        for group in groups:
+            run.complete(group)
+        assert run.planned() == list(groups)
+        run.serve(run.apply())
+    assert run.commands("cancel_sample") == []
+    assert run.value("SELECT cancel_cause FROM attempts WHERE group_id = 0 AND sample = 0") is None
+
+
 def test_empty_steps_in_a_row_fail_the_run_with_their_causes(ledger: Ledger) -> None:
     run = Rehearsal(ledger, configuration(schedule={"max_empty_batches": 1})).begin()
 

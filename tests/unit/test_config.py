@@ -143,3 +143,74 @@ def test_services_hide_their_secrets_and_round_trip() -> None:
 def test_missing_service_addresses_are_all_named() -> None:
     with pytest.raises(ConfigError, match=r"ROLLBOOK_DATABASE_URL.*ROLLBOOK_S3_ENDPOINT"):
         Services.from_environment({})
+
+
+MASK = {"stale_policy": "mask_span", "allow_trajectory_loss": True}
+KEEP = {"stale_policy": "keep", "allow_unbounded_staleness": True}
+DEADLINE = {"mode": "deadline", "max_straggler_tokens": 5}
+
+
+def ending(on_stragglers: str) -> dict[str, Any]:
+    return {"completion": {**DEADLINE, "on_stragglers": on_stragglers}}
+
+
+@pytest.mark.parametrize(
+    ("vector", "tables", "message"),
+    [
+        ("M14", {"schedule": {"stale_policy": "mask_span"}}, "allow_trajectory_loss = true"),
+        ("K5", {"schedule": {"stale_policy": "keep"}}, "allow_unbounded_staleness = true"),
+        ("V4", {"groups": {"size": 2, "completion": {**DEADLINE, "min_members": 3}}}, "exceeds"),
+        (
+            "V5",
+            {"groups": ending("discard"), "schedule": {"allow_trajectory_loss": True}},
+            "partial groups",
+        ),
+        ("V5b", {"groups": ending("carry_over")}, "partial groups"),
+        ("V6", {"groups": ending("truncate")}, "allow_trajectory_loss = true"),
+        ("V6b", {"groups": ending("discard"), "schedule": KEEP}, "allow_trajectory_loss = true"),
+        ("V7", {"groups": ending("carry_over"), "schedule": MASK}, 'estimator "batch"'),
+        (
+            "V7b",
+            {
+                "groups": ending("carry_over"),
+                "schedule": {**MASK, "ahead": 0},
+                "trainer": {"estimator": "batch"},
+            },
+            "ahead >= 1",
+        ),
+        (
+            "V8",
+            {"sampling": {"policy": "segment", "kv_cache": {"on_limit": "refill"}}},
+            "allow_reprefill = true",
+        ),
+        ("V9", {"schedule": {"order": "admission"}}, "can hold for ever"),
+        ("V10", {"groups": {"admit": 99}}, "must not exceed"),
+        ("V15", {"trainer": {"importance": None}}, "needs trainer.importance"),
+    ],
+)
+def test_policy_settings_that_cannot_hold_together(
+    vector: str, tables: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**tables)
+
+
+@pytest.mark.parametrize(
+    ("vector", "tables"),
+    [
+        ("K6", {"schedule": {**KEEP, "ahead": 5, "max_lag": 0}}),
+        ("V4", {"groups": {"completion": {"on_stragglers": "discard", "max_straggler_tokens": 1}}}),
+        ("V5", {"groups": ending("discard"), "schedule": MASK}),
+        ("V6", {"groups": ending("truncate"), "schedule": {"allow_trajectory_loss": True}}),
+        (
+            "V7",
+            {
+                "groups": ending("carry_over"),
+                "schedule": {**MASK, "order": "admission"},
+                "trainer": {"estimator": "batch"},
+            },
+        ),
+    ],
+)
+def test_policy_settings_that_hold_together(vector: str, tables: dict[str, Any]) -> None:
+    config(**tables)

@@ -1,0 +1,192 @@
+"""Every parameter of `RolloutEngine` and `AsyncTrainer` reaches the configuration that runs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from domain.config import RunConfig
+from domain.environments import PromptSource
+from domain.errors import ConfigError
+from domain.rollouts import Task
+from rollbook import (
+    AdamW,
+    AsyncTrainer,
+    Batchwise,
+    Budget,
+    GroupCentered,
+    GroupCompletion,
+    KVCache,
+    LeaveOneOut,
+    Loss,
+    RolloutEngine,
+    TinyModel,
+)
+
+TINY = TinyModel(alphabet="ab", max_positions=64)
+
+
+def reward(text: str, task: Task) -> float:
+    return float(text == "a")
+
+
+def engine(**settings: Any) -> RolloutEngine:
+    return RolloutEngine(settings.pop("model", TINY), env=PromptSource(reward), **settings)
+
+
+def configured(engine_settings: dict[str, Any] | None = None, **settings: Any) -> RunConfig:
+    given: dict[str, Any] = {
+        "engine": engine(**(engine_settings or {})),
+        "optimizer": AdamW(lr=1e-3),
+        "completion": GroupCompletion(),
+        "groups_per_step": 2,
+        "width": 64,
+        "run": "r",
+    }
+    return AsyncTrainer(**(given | settings))._configure(7)
+
+
+def test_the_defaults_are_those_of_the_signature() -> None:
+    c = configured()
+    assert (c.steps, c.tasks.batch_size, c.groups.size) == (7, 2, 16)
+    s = c.schedule
+    assert (s.order, s.stale_policy, s.max_lag, s.ahead, s.sync_every) == (
+        "deadline",
+        "wait",
+        2,
+        1,
+        1,
+    )
+    assert (c.sampling.policy, c.groups.timeout, c.groups.environment_timeout) == (
+        "trajectory",
+        1800.0,
+        None,
+    )
+    assert (c.trainer.estimator, c.trainer.importance, c.checkpoint.every) == ("group", 5.0, 1)
+    assert c.budget.max_context_tokens == 64  # the default budget follows the width
+
+
+SEGMENT = {"sampling_policy": "segment", "kv_cache": KVCache(max_staleness=1)}
+REFILL = KVCache(max_staleness=1, on_limit="refill", allow_reprefill=True)
+MASK = {"stale_policy": "mask_span", "allow_trajectory_loss": True}
+
+
+@pytest.mark.parametrize(
+    ("of_engine", "of_trainer", "path", "value"),
+    [
+        ({"temperature": 0.7}, {}, "sampling.temperature", 0.7),
+        ({"top_k": 2, "top_p": 0.9}, {}, "sampling.top_p", 0.9),
+        ({"top_k": 2, "min_p": 0.1}, {}, "sampling.min_p", 0.1),
+        ({"top_k": 2}, {}, "sampling.top_k", 2),
+        ({"top_k": 2}, {}, "trainer.support_capacity", 128),
+        ({"seed": 5}, {}, "seed", 5),
+        ({"sample_timeout": 9.0}, {}, "groups.timeout", 9.0),
+        ({"environment_timeout": 3.0}, {}, "groups.environment_timeout", 3.0),
+        (SEGMENT, {}, "sampling.policy", "segment"),
+        ({**SEGMENT, "kv_cache": REFILL}, {}, "sampling.kv_cache.on_limit", "refill"),
+        ({"budget": Budget(max_turns=3)}, {}, "budget.max_turns", 3),
+        ({"budget": Budget(max_generated_tokens=9)}, {}, "budget.max_generated_tokens", 9),
+        ({"budget": Budget(max_context_tokens=32)}, {}, "budget.max_context_tokens", 32),
+        ({"budget": Budget(segment_tokens=8)}, {}, "budget.segment_tokens", 8),
+        ({"budget": Budget(final_answer_reserve=8)}, {}, "budget.final_answer_reserve", 8),
+        ({"budget": Budget(tool_output_tokens=8)}, {}, "budget.tool_output_tokens", 8),
+        ({"budget": Budget(max_turn_tokens=8)}, {}, "budget.max_turn_tokens", 8),
+        ({"budget": Budget(max_images=1)}, {}, "budget.max_images", 1),
+        ({}, {"advantage": GroupCentered(standardize=False)}, "trainer.estimator", "mean"),
+        ({}, {"advantage": LeaveOneOut()}, "trainer.estimator", "rloo"),
+        ({}, {"advantage": Batchwise(standardize=True)}, "trainer.estimator", "batch"),
+        ({}, {"advantage": Batchwise(standardize=True)}, "trainer.standardize", True),
+        ({}, {"loss": "cispo"}, "trainer.loss", "cispo"),
+        ({}, {"loss": Loss(importance=(0.5, 2.0))}, "trainer.importance", (0.5, 2.0)),
+        ({}, {"loss": Loss(kl_coefficient=0.1)}, "trainer.kl_coefficient", 0.1),
+        ({}, {"max_staleness": 3}, "schedule.max_lag", 3),
+        ({}, {"max_staleness": 5}, "engine.max_resident", 7),
+        ({}, MASK, "schedule.stale_policy", "mask_span"),
+        ({}, {**MASK, "order": "admission"}, "schedule.order", "admission"),
+        ({}, {"ahead": 2}, "schedule.ahead", 2),
+        ({}, {"sync_every": 2}, "schedule.sync_every", 2),
+        ({}, {"minibatches": 2}, "trainer.minibatches", 2),
+        ({}, {"rows": 3}, "trainer.rows", 3),
+        ({}, {"checkpoint_every": 4}, "checkpoint.every", 4),
+        ({}, {"truncation": "zero"}, "trainer.truncation", "zero"),
+        ({}, {"group_size": 3}, "groups.size", 3),
+        (
+            {},
+            {"truncation_by_cause": {"tokens": "zero"}},
+            "trainer.truncation_by_cause",
+            {"tokens": "zero"},
+        ),
+        (
+            {},
+            {
+                **MASK,
+                "completion": GroupCompletion(
+                    mode="deadline", max_straggler_tokens=5, on_stragglers="discard"
+                ),
+            },
+            "groups.completion.on_stragglers",
+            "discard",
+        ),
+        ({}, {"optimizer": 0.5}, "trainer.lr", 0.5),
+    ],
+)
+def test_each_parameter_reaches_the_run(
+    of_engine: dict[str, Any], of_trainer: dict[str, Any], path: str, value: object
+) -> None:
+    found: Any = configured(of_engine, **of_trainer)
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("of_engine", "of_trainer", "message"),
+    [
+        ({}, {"stale_policy": "keep"}, "allow_unbounded_staleness = true"),
+        ({}, {"stale_policy": "mask_span"}, "allow_trajectory_loss = true"),
+        ({}, {"order": "admission"}, "can hold for ever"),
+        ({}, {"max_staleness": 0}, "max_lag = 0 is below"),
+        ({"sampling_policy": "segment"}, {}, "could never change its version"),
+        ({"kv_cache": KVCache(max_staleness=1)}, {}, "only the default kv_cache"),
+        (
+            {"sampling_policy": "segment", "kv_cache": KVCache(on_limit="refill")},
+            {},
+            "allow_reprefill = true",
+        ),
+        ({}, {"completion": GroupCompletion(mode="deadline")}, "needs max_straggler_tokens"),
+        (
+            {},
+            {
+                **MASK,
+                "completion": GroupCompletion(
+                    mode="deadline", max_straggler_tokens=5, on_stragglers="carry_over"
+                ),
+            },
+            'estimator "batch"',
+        ),
+        ({"budget": Budget(max_context_tokens=65)}, {}, "exceeds trainer.width"),
+        ({"top_p": 0.9}, {}, "needs sampling.top_k too"),
+        ({}, {"loss": Loss(importance=None)}, "needs trainer.importance"),
+    ],
+)
+def test_what_cannot_hold_together_is_refused_before_anything_starts(
+    of_engine: dict[str, Any], of_trainer: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(of_engine, **of_trainer)
+
+
+def test_an_optimizer_of_torch_gives_its_hyperparameters() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    adam = torch.optim.AdamW(weights, lr=0.3, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.2)
+    t = configured(optimizer=adam).trainer
+    assert (t.lr, t.betas, t.eps, t.weight_decay) == (0.3, (0.8, 0.9), 1e-5, 0.2)
+    with pytest.raises(TypeError, match="only plain AdamW"):
+        configured(optimizer=torch.optim.SGD(weights, lr=0.3))
+    with pytest.raises(TypeError, match="optimizer is a str"):
+        configured(optimizer="adam")
+
+
+def test_a_model_object_is_asked_for_its_folder() -> None:
+    with pytest.raises(ConfigError, match="save_pretrained"):
+        engine(model=torch.nn.Linear(1, 1))
