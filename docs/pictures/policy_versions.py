@@ -32,11 +32,13 @@ from storage.database import Ledger
 HERE = Path(__file__).parent
 COLOURS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#c2a900", "#e8743b", "#b5305c", "#7a7a7a")
 STEPS = 7
-BOUND = 1
+BOUND = 2
+SLOW = 4
+"""One task in so many takes its time."""
 
 
 class Wanderer(Env):
-    """Turns with pauses, a few rollouts with many: what a tool-using agent looks like in time."""
+    """Turns with pauses; a few tasks are slow: what tool-using agents look like in time."""
 
     recovery = "stateless"
 
@@ -45,11 +47,12 @@ class Wanderer(Env):
         return [{"role": "user", "content": f"{task.data['n']:03d}" * 6 + "="}]
 
     async def on_turn(self, rollout: RolloutView) -> list[dict[str, Any]] | None:
-        """Go on for a while; some rollouts are slow."""
-        tail = random.Random(f"{rollout.task.id}/{rollout.messages[1]['content']}").random()
-        if rollout.turns >= (3 if tail < 0.75 else 7):
+        """Go on for a while; on a slow task much longer."""
+        slow = rollout.task.data["n"] % SLOW == 0
+        said = str(rollout.messages[1]["content"])
+        if rollout.turns >= (9 if slow else 2) + random.Random(said).randrange(3):
             return None
-        await asyncio.sleep(0.3 if tail < 0.75 else 0.9)
+        await asyncio.sleep(1.6 if slow else 0.4)
         return [{"role": "user", "content": "?="}]
 
     async def reward(self, rollout: RolloutView, task: Task) -> float:
@@ -67,9 +70,9 @@ def trainer(name: str, state: Path) -> AsyncTrainer:
     segment = name == "picture-segment"
     mask = name in ("picture-segment", "picture-mask")
     engine = RolloutEngine(
-        TinyModel(alphabet="0123456789=?", dim=16, layers=1, heads=2, max_positions=128),
+        TinyModel(alphabet="0123456789=?", dim=16, layers=1, heads=2, max_positions=256),
         env=Wanderer(),
-        budget=Budget(max_generated_tokens=90, segment_tokens=6),
+        budget=Budget(max_turns=12, max_generated_tokens=200, segment_tokens=8),
         sampling_policy="segment" if segment else "trajectory",
         kv_cache=KVCache(max_staleness=1) if segment else KVCache(),
         sample_timeout=120.0,
@@ -85,7 +88,8 @@ def trainer(name: str, state: Path) -> AsyncTrainer:
         allow_trajectory_loss=mask,
         order="admission" if mask else "deadline",
         truncation="score",
-        width=128,
+        ahead=2,
+        width=256,
         run=name,
         state=state,
     )
