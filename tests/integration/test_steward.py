@@ -313,6 +313,38 @@ async def test_a_running_group_is_left_alone(scene: Scene) -> None:
             await scene.handle(group).result()
 
 
+async def test_a_stuck_group_is_marked_and_told_why_and_the_mark_goes(scene: Scene) -> None:
+    scene.run.hand_over()
+    async with scene.workers():
+        await scene.relay.deliver()
+        await until(lambda: _running(scene.run) == 8)
+        scene.run.do("UPDATE runs SET stuck_after = interval '1 millisecond'")
+        sweep = scene.sweep()
+        await sweep.run()
+
+        async def shown() -> tuple[object, str]:
+            described = await scene.handle(0).describe()
+            details = await scene.handle(0).query("__temporal_workflow_metadata")
+            return described.typed_search_attributes.get(namespace.STAGE), str(details)
+
+        async with asyncio.timeout(20):
+            while (told := await shown())[0] != "stuck":
+                pass  # each look is two round trips
+        assert "| stuck | 0 | 0 | v0 | " in told[1]
+        assert "**rollout worker**" in told[1]
+        events = len((await scene.handle(0).fetch_history()).events)
+        await sweep.run()  # nothing new: nothing is sent
+        assert len((await scene.handle(0).fetch_history()).events) == events
+        scene.run.do("UPDATE runs SET stuck_after = interval '1 hour'")
+        await sweep.run()
+        async with asyncio.timeout(20):
+            while (await shown())[0] != "sampling":
+                pass
+        scene.rollouts.gate.set()
+        for group in range(4):
+            await scene.handle(group).result()
+
+
 async def test_a_group_cancelled_by_a_person_is_cancelled_and_not_sampled_again(
     scene: Scene,
 ) -> None:
