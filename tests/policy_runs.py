@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from domain.config import OWN_LOOP, RunConfig, Services
+from domain.config import OWN_LOOP, RunConfig
 from domain.data import TaskStream
 from domain.environments import Env, RolloutView
 from domain.rollouts import Task
+from domain.services import Services
 from rollbook.companions import RolloutThread
 from rollbook.launch import Job
 from storage import runs

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from domain.config import Services
 from domain.environments import PromptSource
 from domain.errors import ConfigError
 from domain.rollouts import Task
+from domain.services import Services
 from rollbook import AdamW, AsyncTrainer, Budget, GroupCompletion, RolloutEngine, Step, TinyModel
 from storage import runs
 from storage.database import Ledger, upgrade

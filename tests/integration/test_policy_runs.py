@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from domain.config import Services
+from domain.services import Services
 from storage.database import upgrade
 from storage.objects import ObjectStore
 from tests.policy_runs import Processes, Wanderer, processes
