@@ -143,6 +143,7 @@ class Steward:
         await namespace.ensure(self.client)
 
     async def _keep_house(self) -> None:
+        await self.garbage.sweep()
         await self.ledger.run(outbox.purge, older_s=self.rhythm.purge_after)
         await self.ledger.run(housekeeping.add_event_partitions, datetime.now(UTC).date())
 

@@ -5,7 +5,9 @@ A version's objects may go when it is retired (no rollout pins it and no engine 
 objects. So the newest durable version stays, and so does whatever a fork began with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from storage.database import Tx
 
@@ -50,6 +52,28 @@ def unneeded_weights(tx: Tx, run: str) -> list[tuple[int, str]]:
         (run,),
     ).fetchall()
     return [(row["version"], row["weights_key"]) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What the ledger knows of the object store at one moment, by its own clock."""
+
+    born: Mapping[str, datetime]
+    """When each run was created."""
+    named: frozenset[str]
+    """Prefixes of the checkpoints that some row names."""
+    now: datetime
+
+
+def census(tx: Tx) -> Census:
+    """Which runs there are, and which sets of objects are named."""
+    runs = tx.execute("SELECT run_id, created_at, now() AS now FROM runs").fetchall()
+    named = tx.execute("SELECT s3_prefix FROM checkpoints WHERE state <> 'deleted'").fetchall()
+    return Census(
+        born={row["run_id"]: row["created_at"] for row in runs},
+        named=frozenset(row["s3_prefix"] for row in named),
+        now=max((row["now"] for row in runs), default=datetime.min.replace(tzinfo=UTC)),
+    )
 
 
 def note_deleted_weights(tx: Tx, run: str, versions: Sequence[int]) -> None:

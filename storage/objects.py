@@ -51,6 +51,15 @@ class Entry:
     modified: datetime
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """An upload in parts that has not ended."""
+
+    key: str
+    upload: str
+    begun: datetime
+
+
 class ObjectStore:
     """One bucket."""
 
@@ -220,6 +229,28 @@ class ObjectStore:
             if kept := answer.get("Errors"):
                 told = ", ".join(f"{e.get('Key')} ({e.get('Code')})" for e in kept[:5])
                 raise ObjectError(f"{len(kept)} objects were not deleted: {told}")
+
+    def unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        """Uploads in parts that were neither completed nor aborted."""
+        with self._asking(prefix):
+            pages = self._s3.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.bucket, Prefix=prefix
+            )
+            return [
+                Unfinished(key=item["Key"], upload=item["UploadId"], begun=item["Initiated"])
+                for page in pages
+                for item in page.get("Uploads", [])
+            ]
+
+    def abort(self, upload: Unfinished) -> None:
+        """Give up an upload and free its parts; one that is over already does not matter."""
+        with self._asking(upload.key):
+            try:
+                self._s3.abort_multipart_upload(
+                    Bucket=self.bucket, Key=upload.key, UploadId=upload.upload
+                )
+            except self._s3.exceptions.NoSuchUpload:
+                return
 
     def _ensure_bucket(self) -> None:
         try:

@@ -11,7 +11,7 @@ out is the epoch, which every trainer transaction compares under the run's row l
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import blake2b, sha256
@@ -56,6 +56,7 @@ class Run:
     parent: str | None
     forked_at: int | None
     empty_from: int  # empty steps count from here
+    created_at: datetime  # tells this run from one of the same name in another ledger
 
     @property
     def ended(self) -> bool:
@@ -65,7 +66,8 @@ class Run:
 
 FIELDS = sql.SQL(
     "run_id AS id, config::text AS config, state, version, next_step, durable_step, first_step, "
-    "first_version, trainer_epoch AS epoch, shares, failure, parent, forked_at, empty_from"
+    "first_version, trainer_epoch AS epoch, shares, failure, parent, forked_at, empty_from, "
+    "created_at"
 )
 
 

@@ -11,6 +11,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def save(
     version: int,
     epoch: int,
     position: Mapping[str, Any],
+    born: datetime,
 ) -> Saved:
     """Upload the state before `step`.
 
@@ -74,6 +76,7 @@ def save(
         version: policy version of the weights.
         epoch: the trainer's fencing token.
         position: where the next batch of data begins.
+        born: when the run was created; says whose this is if no row ever names it.
     """
     name = f"{epoch}-{uuid.uuid4().hex[:12]}"
     prefix = f"checkpoints/{run}/{step:08d}/{name}"
@@ -105,7 +108,7 @@ def save(
             kind="checkpoint",
             sha256=digest.hex(),
             tensors=describe(weights, WEIGHTS),
-            meta={"run": run, "step": step, "version": version},
+            meta={"run": run, "step": step, "version": version, "born": born.isoformat()},
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -87,6 +87,7 @@ class Workshop:
                 version=0,
                 epoch=self.epoch,
                 position=position,
+                born=found.created_at,
             )
         )
         failpoints.reach("c_uploaded")

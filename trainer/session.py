@@ -135,6 +135,7 @@ class Session:
                 version=self.version,
                 epoch=w.epoch,
                 position=position,
+                born=self.found.created_at,
             )
         )
         failpoints.reach("ck_uploaded")

@@ -6,7 +6,7 @@ import pytest
 
 from activities.garbage import Garbage
 from domain.services import Services
-from storage import fork, garbage, pushes, versions
+from storage import fork, garbage, manifests, pushes, versions
 from storage.database import Ledger
 from storage.objects import ObjectStore
 from tests.rehearsal import ENGINE, Rehearsal, configuration
@@ -139,3 +139,47 @@ async def test_retired_weights_of_a_publisher_of_ones_own_delete_nothing(
     await Garbage(ledger, store).collect()
     assert [entry.key for entry in store.list("pushed")] == ["pushed-by-someone-else/x"]
     assert ledger.call(versions.state, "r1", 1) == "deleted"
+
+
+async def test_what_a_crash_left_behind_is_swept_once_it_is_old(
+    ledger: Ledger, store: ObjectStore
+) -> None:
+    run = trained(ledger, store, 1, keep=9)
+    born = run.now().created_at.isoformat()
+    named = kept(store, "checkpoints/r1/")
+    state = b"{}"
+
+    def left(name: str, **meta: str) -> None:
+        manifests.upload(
+            store,
+            f"checkpoints/r1/00000001/{name}",
+            {"state.json": state},
+            kind="checkpoint",
+            sha256=sha256(state).hexdigest(),
+            meta=meta,
+        )
+
+    left("7-ours", born=born)
+    left("7-theirs", born="another ledger's run of this name")
+    put(store, "checkpoints/r1/00000001/7-half/weights.safetensors")
+    put(store, "checkpoints/r2/00000001/7-half/weights.safetensors")  # no run of this ledger
+    upload = store._s3.create_multipart_upload(
+        Bucket=store.bucket, Key="checkpoints/r1/00000001/7-parts/weights.safetensors"
+    )["UploadId"]
+    assert [u.upload for u in store.unfinished("checkpoints/r1/")] == [upload]
+
+    await Garbage(ledger, store).sweep()  # nothing is old
+    assert len(store.list("checkpoints/r1/00000001/7-")) == 5
+    assert store.unfinished("checkpoints/r1/")
+
+    await Garbage(ledger, store).sweep(older_s=-60)
+    assert [e.key.split("/")[3] for e in store.list("checkpoints/r1/00000001/7-")] == [
+        "7-theirs",
+        "7-theirs",
+    ]
+    assert set(named) <= {e.key for e in store.list("checkpoints/r1/")}
+    assert store.list("checkpoints/r2/")
+    assert not store.unfinished("checkpoints/r1/")
+    await Garbage(ledger, store).sweep(older_s=-60)
+    store.delete(e.key for e in store.list("checkpoints/r1/00000001/7-"))
+    store.delete(e.key for e in store.list("checkpoints/r2/"))
