@@ -28,7 +28,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     kv_max_staleness: int = 0
-    """How many versions older than the policy the retained KV may be (built-in engine only)."""
+    """How many versions older than the policy the retained KV may be."""
     swap_kv_bound: int | None = None
     """None: one version per request. Otherwise newer weights may replace the policy's under the
     request, if the engine says where, and KV may be so many versions older than the newest."""

@@ -9,10 +9,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from activities.inference import EngineClient, Health
+from activities.inference import Crossing, EngineClient, Health
 from activities.ledger import AWAY
 from domain import failpoints
 from domain.capabilities import missing
+from domain.config import RunConfig
 from domain.errors import (
     DigestMismatch,
     EngineError,
@@ -47,7 +48,13 @@ async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, en
     if lacks:
         raise EngineRefused(f"engine {engine} cannot sample for run {run}: {'; '.join(lacks)}")
     await _make_room(ledger, engines, engine, health, name)
-    incarnation = await engines.load(engine, name, weights.manifest_key, weights.sha256.hex())
+    incarnation = await engines.load(
+        engine,
+        name,
+        weights.manifest_key,
+        weights.sha256.hex(),
+        crossing=_crossing(config),
+    )
     failpoints.reach("load_unacknowledged")
     acknowledged = await ledger.run(
         versions.acknowledge, run, engine, incarnation, version, weights.sha256
@@ -56,6 +63,14 @@ async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, en
         raise EngineUnavailable(
             f"engine {engine} holds {name} but has restarted or was not seen yet; trying again"
         )
+
+
+def _crossing(config: RunConfig) -> Crossing | None:
+    """Rollouts sampled segment by segment may meet a new version inside a segment too."""
+    if config.sampling.policy == "trajectory":
+        return None
+    cache = config.sampling.kv_cache
+    return Crossing(kv_max_staleness=cache.max_staleness, refill=cache.on_limit == "refill")
 
 
 async def _make_room(

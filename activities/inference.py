@@ -20,7 +20,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -35,7 +35,7 @@ LONG_B = 65_536
 """Bytes of JSON, some thousand tokens, that are not worth a thread."""
 
 T = TypeVar("T")
-__all__ = ["EngineClient", "Generated", "Health", "SamplingParams"]
+__all__ = ["Crossing", "EngineClient", "Generated", "Health", "SamplingParams"]
 
 _REQUEST_ID_PREFIX = "generate-tokens-"
 
@@ -52,6 +52,16 @@ class Health:
     waiting: int
     capabilities: frozenset[str] = frozenset()
     """Names of `domain.capabilities`; an engine that does not say has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """What requests may do that run while an engine of one slot replaces its weights."""
+
+    kv_max_staleness: int
+    """How much older than the new version the KV may be that they go on with."""
+    refill: bool
+    """Whether, beyond that, their KV may be computed again under the new version."""
 
 
 class EngineClient:
@@ -157,15 +167,38 @@ class EngineClient:
             timeout_s=ABORT_PATIENCE_S,
         )
 
-    async def load(self, engine_url: str, policy: str, manifest: str, sha256: str) -> int:
+    async def load(
+        self,
+        engine_url: str,
+        policy: str,
+        manifest: str,
+        sha256: str,
+        *,
+        crossing: Crossing | None = None,
+    ) -> int:
         """Make an engine serve a policy; the incarnation that acknowledged it.
+
+        Args:
+            engine_url: base URL of the engine.
+            policy: `run@version`.
+            manifest: key of its weights' manifest.
+            sha256: digest of its weights.
+            crossing: what requests may do that run while an engine replaces its weights; None:
+                they end under the weights they began with.
 
         Raises:
             EngineUnavailable: connection, time-out, 5xx (507: no free slot).
             EngineRefused: the name stands for other weights (409) or the weights are bad (422).
             WrongVersion: it acknowledged another digest.
         """
-        order = _encode({"policy": policy, "manifest": manifest, "sha256": sha256})
+        order = _encode(
+            {
+                "policy": policy,
+                "manifest": manifest,
+                "sha256": sha256,
+                "crossing": None if crossing is None else asdict(crossing),
+            }
+        )
         answered = await self._post(engine_url, "/rollbook/load", order, timeout_s=self._load_s)
         answer = _json(engine_url, answered)
         held = required(engine_url, answer, "policies", dict).get(policy)

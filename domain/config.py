@@ -165,6 +165,16 @@ class TinyModel(Section):
     max_positions: Positive = 64
 
 
+class Lora(Section):
+    """Train a low-rank adapter and leave the model's own weights as they are (needs peft)."""
+
+    rank: Positive = 16
+    alpha: Positive = 32
+    """The change is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Layers by the last part of their name (`q_proj`); default: every linear one but the head."""
+
+
 class Model(Section):
     """The policy."""
 
@@ -175,6 +185,8 @@ class Model(Section):
     initial: Literal["pretrained", "random"] = "pretrained"
     """`random` keeps the folder's architecture and draws the weights from the run's seed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    lora: Lora | None = None
+    """Without it all weights are trained and published."""
     renderer: str = "auto"
     """Chat rendering: a renderer name of the `renderers` package, `template` for the tokenizer's
     own chat template, or `auto`."""
@@ -238,13 +250,17 @@ class Checkpoint(Section):
 
 
 class Engine(Section):
-    """The built-in engine that `rollbook run` starts when no engine address is configured."""
+    """The engine that `rollbook run` starts when no engine address is configured."""
 
+    kind: Literal["builtin", "vllm"] = "builtin"
+    """`vllm`: a vLLM server of the environment whose interpreter ROLLBOOK_VLLM_PYTHON names."""
     max_resident: Positive = 4
-    """Versions held at once."""
+    """Versions held at once. vLLM holds so many adapters, but only one version of full weights."""
     max_batch: Positive = 64
     """Requests decoded together."""
     threads: Positive | None = None
+    arguments: tuple[str, ...] = ()
+    """Further flags of `vllm serve`."""
 
 
 class Evaluation(Section):

@@ -8,6 +8,15 @@ from pydantic import Field
 from domain.config import Section
 from domain.errors import ConfigError
 
+VLLM_PYTHON = "ROLLBOOK_VLLM_PYTHON"
+"""Names the interpreter of the environment that has vLLM, on the machine that runs the engine."""
+
+
+def vllm_python(environ: Mapping[str, str]) -> Path | None:
+    """The interpreter that starts vLLM servers; None: the environment names none."""
+    return Path(environ[VLLM_PYTHON]) if environ.get(VLLM_PYTHON) else None
+
+
 VARIABLES = {
     "database_url": "ROLLBOOK_DATABASE_URL",
     "temporal_address": "ROLLBOOK_TEMPORAL_ADDRESS",

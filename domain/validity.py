@@ -175,6 +175,11 @@ def conflicts(c: "RunConfig") -> list[tuple[bool, str]]:
             "trainer.overlong_from and overlong_to go together, from below to",
         ),
         (
+            c.engine.kind != "vllm" and bool(c.engine.arguments),
+            f"engine.arguments = {list(c.engine.arguments)} are flags of vLLM, which needs "
+            'engine.kind = "vllm"',
+        ),
+        (
             t.schedule != "constant" and c.steps is None,
             f'trainer.schedule = "{t.schedule}" needs steps, to know where it ends',
         ),

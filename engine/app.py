@@ -10,8 +10,6 @@ request.
 """
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,33 +18,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from domain.capabilities import BUILT_IN
-from domain.errors import ObjectError
 from domain.ids import policy_version
-from engine.policies import Unsupported
-from engine.requests import (
-    REQUEST_ID_PREFIX,
-    Completion,
-    Overloaded,
-    PolicyFailed,
-    Request,
-    UnknownPolicy,
-)
-from engine.residents import Full, NameTaken, Residents
+from engine import fields, refusals
+from engine.refusals import PolicyFailed, UnknownPolicy
+from engine.requests import REQUEST_ID_PREFIX, Completion, Request
+from engine.residents import Residents
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler
-from engine.weights import BadWeights
 
-STATUS: dict[type[Exception], int] = {
-    ValueError: 400,
-    UnknownPolicy: 404,
-    NameTaken: 409,
-    BadWeights: 422,
-    Unsupported: 422,
-    Overloaded: 429,
-    PolicyFailed: 500,
-    ObjectError: 502,
-    Full: 507,
-}
 GENERATE_FIELDS = {
     "model",
     "token_ids",
@@ -71,7 +50,7 @@ def create_app(scheduler: Scheduler, residents: Residents) -> Starlette:
             Route("/metrics", engine.metrics),
             Route("/v1/models", engine.models),
         ],
-        exception_handlers={kind: _refusal(status) for kind, status in STATUS.items()},
+        exception_handlers=refusals.handlers(),
     )
 
 
@@ -84,11 +63,11 @@ class Engine:
 
     async def generate(self, http: HttpRequest) -> Response:
         """Sample. 200 with finish_reason stop, length or abort; 4xx says what is wrong."""
-        body = await _object(http)
+        body = await fields.object(http)
         unknown = sorted(body.keys() - GENERATE_FIELDS)
         if unknown:
             raise ValueError(f"unknown fields {', '.join(unknown)}; use {sorted(GENERATE_FIELDS)}")
-        name = _text(body, "model")
+        name = fields.text(body, "model")
         limits = self._residents.limits(name)
         if limits is None:
             raise UnknownPolicy(
@@ -102,18 +81,19 @@ class Engine:
             loop.call_soon_threadsafe(_settle, answer, result)
 
         request = Request(
-            id=REQUEST_ID_PREFIX + (http.headers.get("x-request-id") or _text(body, "request_id")),
+            id=REQUEST_ID_PREFIX
+            + (http.headers.get("x-request-id") or fields.text(body, "request_id")),
             policy=name,
             prompt=_prompt(body, *limits),
             params=SamplingParams.parse(body.get("sampling_params", {})),
             deliver=deliver,
-            salt=_text(body, "cache_salt", ""),
-            priority=_integer(body, "priority", 0),
-            kv_max_staleness=_integer(body, "kv_max_staleness", 0, least=0),
+            salt=fields.text(body, "cache_salt", ""),
+            priority=fields.integer(body, "priority", 0),
+            kv_max_staleness=fields.integer(body, "kv_max_staleness", 0, least=0),
         )
         sha256 = self._residents.policies()[name]
         self._scheduler.submit(request)
-        gone = asyncio.create_task(_disconnected(http))
+        gone = asyncio.create_task(fields.disconnected(http))
         either: list[asyncio.Future[Any]] = [answer, gone]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -130,7 +110,7 @@ class Engine:
 
     async def abort(self, http: HttpRequest) -> Response:
         """End requests; each is answered with what it has. Unknown ids do nothing."""
-        ids = (await _object(http)).get("request_ids")
+        ids = (await fields.object(http)).get("request_ids")
         if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
             raise ValueError(
                 f"request_ids must be a list of strings that begin with {REQUEST_ID_PREFIX}"
@@ -140,9 +120,9 @@ class Engine:
 
     async def load(self, http: HttpRequest) -> Response:
         """Fetch, check and serve a policy: 200 acknowledges that it is routable now."""
-        body = await _object(http)
-        name, sha256 = _text(body, "policy"), _text(body, "sha256")
-        await self._residents.load(name, _text(body, "manifest"), sha256)
+        body = await fields.object(http)
+        name, sha256 = fields.text(body, "policy"), fields.text(body, "sha256")
+        await self._residents.load(name, fields.text(body, "manifest"), sha256)
         return JSONResponse(
             {
                 "policy": name,
@@ -154,7 +134,7 @@ class Engine:
 
     async def unload(self, http: HttpRequest) -> Response:
         """Stop routing to a policy."""
-        name = _text(await _object(http), "policy")
+        name = fields.text(await fields.object(http), "policy")
         if not self._residents.unload(name):
             raise UnknownPolicy(f"policy {name!r} is not resident")
         return JSONResponse({"policy": name, "policies": self._residents.policies()})
@@ -241,52 +221,8 @@ def _prompt(body: dict[str, Any], vocabulary: int, positions: int) -> tuple[int,
     return tuple(ids)
 
 
-async def _object(http: HttpRequest) -> dict[str, Any]:
-    try:
-        body = json.loads(await http.body())
-    except ValueError as error:
-        raise ValueError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ValueError("the body must be a JSON object")
-    return body
-
-
-def _text(body: dict[str, Any], field: str, default: str | None = None) -> str:
-    value = body.get(field, default)
-    if not isinstance(value, str) or (default is None and not value):
-        raise ValueError(f"{field} must be a string, not {value!r}")
-    return value
-
-
-def _integer(body: dict[str, Any], field: str, default: int, least: int | None = None) -> int:
-    value = body.get(field, default)
-    if type(value) is not int or (least is not None and value < least):
-        bound = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{field} must be an integer{bound}, not {value!r}")
-    return value
-
-
 def _settle(
     answer: "asyncio.Future[Completion | PolicyFailed]", result: Completion | PolicyFailed
 ) -> None:
     if not answer.done():
         answer.set_result(result)
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _refusal(status: int) -> Callable[[HttpRequest, Exception], Awaitable[Response]]:
-    headers = {"Retry-After": "1"} if status == 429 else None
-
-    async def respond(_: HttpRequest, error: Exception) -> Response:
-        kind = type(error).__name__
-        return JSONResponse(
-            {"error": {"message": str(error), "type": kind, "code": status}},
-            status_code=status,
-            headers=headers,
-        )
-
-    return respond

@@ -20,7 +20,8 @@ from torch import Tensor
 from engine.metrics import Metrics
 from engine.policies import Policy
 from engine.prefixes import BLOCK, Lineage, Prefixes, chain
-from engine.requests import Completion, PolicyFailed, Request, Sequence
+from engine.refusals import PolicyFailed
+from engine.requests import Completion, Request, Sequence
 from engine.sampling import Settings, draw
 from engine.slots import Slots
 

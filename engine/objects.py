@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from engine.weights import BadWeights, Fetched
+from engine.refusals import BadWeights
+from engine.weights import Fetched
 from storage import manifests
 from storage.objects import ObjectStore
 
@@ -33,9 +34,19 @@ class ObjectSource:
         # models/{sha256}/manifest.json: the digest is in the key.
         model = self._cache / "models" / model_key.removesuffix("/manifest.json").rpartition("/")[2]
         manifests.fetch(self._store, model_key, model)
+        adapter, base_key = found.meta.get("adapter"), found.meta.get("base")
+        base = None
+        if isinstance(base_key, str):
+            # models/reference/{sha256}/manifest.json, as above.
+            base = (
+                self._cache / "bases" / base_key.removesuffix("/manifest.json").rpartition("/")[2]
+            )
+            manifests.fetch(self._store, base_key, base)
         return Fetched(
             weights=weights,
             model=model,
             tensors={name: t.model_dump() for name, t in found.tensors.items()},
             probe=found.meta.get("probe"),
+            adapter=adapter,
+            base=base,
         )

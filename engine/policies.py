@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from engine.refusals import Unsupported
 from engine.slots import KVShape, Slots
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-class Unsupported(Exception):
-    """The engine cannot serve this architecture: status 422."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,21 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.refusals import PolicyFailed
 from engine.sampling import SamplingParams, Uniforms
 
 REQUEST_ID_PREFIX = "generate-tokens-"
-
-
-class PolicyFailed(Exception):
-    """The policy gave numbers that are not finite, or its model raised: an answer of status 500."""
-
-
-class Overloaded(Exception):
-    """The waiting queue is full: status 429."""
-
-
-class UnknownPolicy(Exception):
-    """No resident policy of that name: status 404."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

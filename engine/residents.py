@@ -6,26 +6,13 @@ about weights other than those its name says.
 """
 
 import asyncio
-import secrets
-import time
 
 from domain import failpoints
 from domain.ids import policy_version
+from engine.incarnation import new_incarnation
+from engine.refusals import Full, NameTaken
 from engine.scheduler import Scheduler
 from engine.weights import Loader
-
-
-class NameTaken(Exception):
-    """The name stands for other weights already: status 409."""
-
-
-class Full(Exception):
-    """Every slot holds a policy: status 507."""
-
-
-def new_incarnation() -> int:
-    """A positive 63-bit number that no earlier process of this engine had."""
-    return (int(time.time()) << 24 | secrets.randbits(24)) & (2**63 - 1)
 
 
 class Residents:

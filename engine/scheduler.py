@@ -14,7 +14,8 @@ from engine.batch import Batch
 from engine.metrics import Metrics
 from engine.policies import Policy
 from engine.prefixes import Prefixes
-from engine.requests import Overloaded, PolicyFailed, Request, UnknownPolicy, unstarted
+from engine.refusals import Overloaded, PolicyFailed, UnknownPolicy
+from engine.requests import Request, unstarted
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ import torch
 
 from engine.batch import Batch
 from engine.metrics import Metrics
-from engine.policies import Policy, Unsupported
+from engine.policies import Policy
 from engine.prefixes import Prefixes
-from engine.requests import Completion, PolicyFailed, Request
+from engine.refusals import PolicyFailed, Unsupported
+from engine.requests import Completion, Request
 from engine.sampling import SamplingParams
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 5e-2}

@@ -23,15 +23,13 @@ from transformers.initialization import no_init_weights
 
 from domain.errors import DigestMismatch
 from domain.ids import policy_version
-from engine.policies import Policy, Unsupported, kv_shape
+from engine.adapters import merge
+from engine.policies import Policy, kv_shape
+from engine.refusals import BadWeights, Unsupported
 from engine.selfcheck import check_cached_generation
 
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 UNBOUNDED = 1 << 20
-
-
-class BadWeights(Exception):
-    """These weights do not make the policy they claim to be: status 422."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +44,10 @@ class Fetched:
     """What the manifest promises: name to dtype and shape."""
     probe: Mapping[str, Any] | None
     """`token_ids` and `logprobs`, both lists of lists."""
+    adapter: Mapping[str, Any] | None = None
+    """Rank, alpha and layout, if the weights are a LoRA adapter's factors."""
+    base: Path | None = None
+    """Folder of the weights that the adapter changes; stays."""
 
 
 class Store(Protocol):
@@ -83,6 +85,8 @@ class Loader:
         found = weights_digest(tensors)
         if found != sha256:
             raise BadWeights(f"policy {name}: its tensors have digest {found}, not {sha256}")
+        if fetched.adapter is not None and fetched.base is not None:
+            tensors = merge(name, _read(name, fetched.base), tensors, fetched.adapter)
         policy = build(name, sha256, fetched.model, tensors)
         if fetched.probe is not None:
             check_probe(policy, fetched.probe)

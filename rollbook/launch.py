@@ -115,17 +115,8 @@ class Job:
             )
         if self._own_engine:
             port = self.services.engines[0].rpartition(":")[2]
-            threads = ("--threads", str(c.engine.threads)) if c.engine.threads else ()
             commands.insert(
-                0,
-                self._command(
-                    "engine",
-                    "engine",
-                    *("--port", port),
-                    *("--max-resident", str(c.engine.max_resident)),
-                    *("--max-batch", str(c.engine.max_batch)),
-                    *threads,
-                ),
+                0, self._command("engine", "engine", "--port", port, *engine_options(c))
             )
         if self._own_gateway:
             assert self.services.gateway is not None
@@ -161,3 +152,19 @@ class Job:
             restart=restart,
             stop_grace_s=stop_grace_s,
         )
+
+
+def engine_options(config: RunConfig) -> list[str]:
+    """Options of `rollbook engine` for a run's own engine."""
+    e = config.engine
+    options = ["--max-resident", str(e.max_resident), "--max-batch", str(e.max_batch)]
+    if e.threads:
+        options += ["--threads", str(e.threads)]
+    if e.kind == "vllm":
+        options += ["--kind", "vllm", "--max-context", str(config.max_context_tokens)]
+        if config.model.lora is not None:
+            options += ["--lora-rank", str(config.model.lora.rank)]
+        if config.sampling.filtered:
+            options.append("--sampling-masks")
+        options += [f"--argument={argument}" for argument in e.arguments]
+    return options

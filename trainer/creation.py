@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from domain import failpoints
 from domain.config import RunConfig
@@ -66,15 +67,20 @@ class Workshop:
         drawn = config.model.tiny is not None or config.model.initial == "random"
         policy = (Policy.build if drawn else Policy.pretrained)(source, config, device)
         folders.check_context(source, config)
+        world = asdict(World.here(threads, device)) | {"model_manifest": model.manifest_key}
+        if config.trainer.kl_coefficient or config.model.lora:
+            # Apart from version 0, which is swept once it is superseded.
+            probed = publishing.probe(policy, config.max_context_tokens)
+            initial = self._upload_weights(policy, "models/reference", world, probed)
+            if config.trainer.kl_coefficient:
+                world["reference_manifest"] = initial.manifest_key
+            if config.model.lora:
+                world["base_manifest"] = initial.manifest_key
+        policy.adapt(config)
         policy.check_packing()
         optimizer = Optimizer(policy.parameters(), config.trainer)
         determinism.seed_step(config.seed, 0)
-        world = asdict(World.here(threads, device)) | {"model_manifest": model.manifest_key}
         probed = publishing.probe(policy, config.max_context_tokens)
-        if config.trainer.kl_coefficient:
-            # Apart from version 0, which is swept once it is superseded.
-            reference = self._upload_weights(policy, "models/reference", world, probed)
-            world["reference_manifest"] = reference.manifest_key
         weights = self._upload_weights(policy, f"weights/{self.run}/0", world, probed)
         saved = self.waits.outlast(
             lambda: checkpoint.save(
@@ -139,6 +145,9 @@ class Workshop:
             )
         )
         policy = Policy.build(folder, config, device)
+        if config.model.lora is not None:
+            policy.load(self._initial(world["base_manifest"]))
+            policy.adapt(config)
         policy.check_packing()
         optimizer = Optimizer(policy.parameters(), config.trainer)
         reference = self._reference(folder, config, world, device)
@@ -192,12 +201,16 @@ class Workshop:
                 f"run {self.run} has a KL term but no reference weights in its world; it was "
                 "created without one"
             )
-        kept = self.scratch / "reference"
-        self.waits.outlast(lambda: manifests.fetch(self.store, key, kept))
         reference = Policy.build(folder, config, device)
-        reference.load(load_file(kept / publishing.WEIGHTS))
+        reference.load(self._initial(key))
         reference.network.requires_grad_(False)
         return reference
+
+    def _initial(self, manifest_key: str) -> dict[str, Tensor]:
+        """The full weights the run began with."""
+        kept = self.scratch / "initial"
+        self.waits.outlast(lambda: manifests.fetch(self.store, manifest_key, kept))
+        return load_file(kept / publishing.WEIGHTS)
 
     def _upload_weights(
         self, policy: Policy, prefix: str, world: Mapping[str, Any], probed: dict[str, Any]
@@ -210,5 +223,6 @@ class Workshop:
                 prefix,
                 model=world["model_manifest"],
                 probe=probed,
+                base=world.get("base_manifest"),
             )
         )

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from domain.config import RunConfig
+from domain.config import Lora, RunConfig
 from domain.errors import ConfigError
 from domain.ids import fold
+from trainer import lora
 from trainer.logprobs import Scores, score
 
 _CHUNK_LOGITS = 2**24
@@ -37,6 +38,7 @@ class Policy:
         self.network = network.to(device)
         self.device = device
         self.vocabulary = int(network.config.get_text_config().vocab_size)
+        self.lora: Lora | None = None
         if save_memory:
             network.gradient_checkpointing_enable({"use_reentrant": False})
             network.train()
@@ -65,12 +67,27 @@ class Policy:
         )
         return cls(network, device, save_memory=True)
 
+    def adapt(self, config: RunConfig) -> None:
+        """From here on the weights are an adapter's, if the run trains one; the rest is frozen.
+
+        Raises:
+            ConfigError: the adapter does not fit the model, or peft is not installed.
+        """
+        self.lora = config.model.lora
+        if self.lora is not None:
+            lora.adapt(self.network, self.lora, config.seed)
+
     def parameters(self) -> dict[str, Tensor]:
         """Trainable parameters by name; a tied tensor stands once, under its first name."""
         return {n: p for n, p in self.network.named_parameters() if p.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
-        """Every tensor a version consists of: parameters and persistent buffers, each once."""
+        """Every tensor a version consists of: parameters and persistent buffers, each once.
+
+        Of an adapted network: the adapter's factors.
+        """
+        if self.lora is not None:
+            return lora.tensors(self.network)
         tensors = {n: p.detach() for n, p in self.network.named_parameters()}
         known = {t.data_ptr() for t in tensors.values()}
         for name, tensor in self.network.state_dict().items():

@@ -19,6 +19,7 @@ from storage import manifests, runs, versions
 from storage.database import Ledger, Tx
 from storage.manifests import Stored
 from storage.objects import ObjectStore
+from trainer import lora
 from trainer.checkpoint import describe, write_tensors
 from trainer.model import Policy, probe_ids, weights_digest
 from trainer.waiting import Waits
@@ -43,6 +44,7 @@ def upload(
     *,
     model: str,
     probe: dict[str, Any],
+    base: str | None = None,
 ) -> Stored:
     """Store the policy's weights under `prefix/DIGEST`. Content-addressed: safe to repeat.
 
@@ -53,20 +55,27 @@ def upload(
         prefix: `weights/RUN/VERSION`.
         model: manifest key of the model folder they belong to.
         probe: goes into the manifest.
+        base: manifest key of the weights that an adapter changes; None: these are full weights.
     """
     weights = policy.weights()
     digest = weights_digest(weights).hex()
     file = scratch / f"weights-{uuid.uuid4().hex[:12]}.safetensors"
     try:
         write_tensors(file, weights)
+        name, files = WEIGHTS, dict[str, bytes]()
+        meta: dict[str, Any] = {"model": model, "probe": probe}
+        if policy.lora is not None:
+            described = lora.describe(policy.network, policy.lora)
+            name, files = lora.WEIGHTS, {lora.CONFIG: lora.config_file(described)}
+            meta |= {"adapter": described, "base": base}
         return manifests.upload(
             store,
             f"{prefix}/{digest}",
-            {WEIGHTS: file},
+            {name: file, **files},
             kind="weights",
             sha256=digest,
-            tensors=describe(weights, WEIGHTS),
-            meta={"model": model, "probe": probe},
+            tensors=describe(weights, name),
+            meta=meta,
         )
     finally:
         file.unlink(missing_ok=True)
@@ -88,6 +97,8 @@ class Publisher:
     longest: int
     """Longest context, which bounds the probe."""
     sync_every: int
+    base: str | None = None
+    """Manifest key of the weights that the run's adapters change."""
 
     def publish_if_due(self, version: int, *, first: bool = False) -> None:
         """`publish`, if the served version is too far behind."""
@@ -132,6 +143,7 @@ class Publisher:
                 f"weights/{self.run}/{version}",
                 model=self.model,
                 probe=probed,
+                base=self.base,
             )
         )
         failpoints.reach("p_uploaded")

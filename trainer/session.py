@@ -62,6 +62,7 @@ class Session:
             model=str(self.found.world["model_manifest"]),
             longest=config.max_context_tokens,
             sync_every=config.schedule.sync_every,
+            base=self.found.world.get("base_manifest"),
         )
 
     def replay(self) -> None:

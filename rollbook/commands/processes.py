@@ -5,7 +5,9 @@ in the environment (`domain.services.VARIABLES`).
 """
 
 import asyncio
+import os
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +15,7 @@ import typer
 
 from domain import holders
 from domain.errors import Fenced
+from domain.services import vllm_python
 from rollbook.connect import STATE, services_for
 from rollbook.output import console, print_json
 
@@ -98,25 +101,70 @@ def trainer(
 def engine(
     port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = 8100,
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
-    max_resident: Annotated[int, typer.Option(help="Policy versions held at once.")] = 4,
+    kind: Annotated[
+        Literal["builtin", "vllm"],
+        typer.Option(help="vllm starts a vLLM server of ROLLBOOK_VLLM_PYTHON's environment."),
+    ] = "builtin",
+    max_resident: Annotated[
+        int,
+        typer.Option(help="Policy versions held at once; vLLM holds one, or so many adapters."),
+    ] = 4,
     max_batch: Annotated[int, typer.Option(help="Requests decoded together.")] = 64,
-    threads: Annotated[int | None, typer.Option(help="torch threads.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads on a CPU.")] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="vllm: tokens of the longest context.")
+    ] = None,
+    lora_rank: Annotated[
+        int, typer.Option(help="vllm: serve LoRA adapters of at most this rank.")
+    ] = 0,
+    sampling_masks: Annotated[
+        bool, typer.Option(help="vllm: report kept sets, for filtered sampling.")
+    ] = False,
+    argument: Annotated[
+        list[str] | None, typer.Option(help="vllm: a further flag of `vllm serve`.")
+    ] = None,
+    attach: Annotated[
+        str | None, typer.Option(help="vllm: base URL of a server that somebody else keeps.")
+    ] = None,
     state: State = STATE,
 ) -> None:
-    """Run the built-in inference engine (the HTTP subset of vLLM that rollbook uses).
+    """Run an inference engine: the built-in one, or a vLLM server with its front.
 
     Example: `rollbook engine --port 8100`
     """
-    from engine.main import serve
+    if kind == "builtin":
+        from engine.main import serve
 
-    serve(
+        serve(
+            services_for(state),
+            host=host,
+            port=port,
+            max_resident=max_resident,
+            max_batch=max_batch,
+            threads=threads,
+            cache=state / "cache",
+        )
+        return
+    from engine.vllm import main as vllm
+    from engine.vllm.command import Settings
+
+    vllm.serve(
         services_for(state),
+        Settings(
+            python=vllm_python(os.environ) or Path(sys.executable),
+            max_batch=max_batch,
+            max_context=max_context,
+            adapters=max_resident if lora_rank else 0,
+            lora_rank=lora_rank,
+            sampling_masks=sampling_masks,
+            arguments=tuple(argument or ()),
+            threads=threads,
+        ),
         host=host,
         port=port,
-        max_resident=max_resident,
-        max_batch=max_batch,
-        threads=threads,
         cache=state / "cache",
+        environ=os.environ,
+        attach=attach,
     )
 
 

@@ -17,7 +17,8 @@ from engine.batch import Batch
 from engine.metrics import Metrics
 from engine.policies import Policy
 from engine.prefixes import Prefixes
-from engine.requests import Completion, PolicyFailed, Request
+from engine.refusals import PolicyFailed
+from engine.requests import Completion, Request
 from engine.sampling import SamplingParams
 from engine.weights import build
 

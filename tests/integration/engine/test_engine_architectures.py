@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from engine.policies import Unsupported
+from engine.refusals import Unsupported
 from engine.selfcheck import check_cached_generation
 from engine.weights import build
 from tests.integration.engine.lab import Weights

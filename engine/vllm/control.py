@@ -1,0 +1,157 @@
+"""One vLLM server over its HTTP routes: what rollbook asks of it besides sampling.
+
+Each method is one request and says in its name what it does there. The order in which they must
+come, and why, is in `strategies.py`.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from domain.errors import EngineRefused, EngineUnavailable
+
+PROBE_PATIENCE_S = 120.0
+RELOAD_PATIENCE_S = 600.0
+ABORT_PREFIX = "generate-tokens-"
+
+Crossing = Literal["hold", "refill"]
+"""What requests do that are running when weights are replaced: go on with the KV they have, or
+compute it again under the new weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status and body of a sampling request, passed on as they are."""
+
+    status: int
+    body: bytes
+
+
+class Control:
+    """HTTP client of one server. Raises EngineUnavailable when it is away, EngineRefused on 4xx."""
+
+    def __init__(self, url: str, *, connections: int) -> None:
+        self.url = url
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=connections)
+        self._http = httpx.AsyncClient(
+            base_url=url, limits=limits, timeout=httpx.Timeout(30.0), trust_env=False
+        )
+
+    async def aclose(self) -> None:
+        """Close all connections: vLLM aborts what runs on them."""
+        await self._http.aclose()
+
+    async def healthy(self, within_s: float = 3.0) -> bool:
+        """Whether the server and its engine core answer."""
+        try:
+            answer = await self._http.get("/health", timeout=within_s)
+        except httpx.TransportError:
+            return False
+        return answer.status_code == 200
+
+    async def metrics(self) -> str:
+        """Prometheus text."""
+        return (await self._send("GET", "/metrics")).text
+
+    async def generate(self, body: Mapping[str, Any]) -> Answer:
+        """Sample. Being cancelled closes the connection, which aborts the request."""
+        try:
+            answer = await self._http.post("/inference/v1/generate", json=body, timeout=None)
+        except httpx.TransportError as error:
+            raise self._away("/inference/v1/generate", error) from error
+        return Answer(answer.status_code, answer.content)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; each is answered with what it has. Ids with their prefix."""
+        await self._send(
+            "POST", "/inference/v1/abort_requests", json={"request_ids": list(request_ids)}
+        )
+
+    async def hold_back(self, mode: Literal["abort", "wait", "keep"], *, clear: bool) -> None:
+        """Pause the scheduler; returns once nothing computes.
+
+        Args:
+            mode: running requests are ended with what they have, finished, or frozen.
+            clear: forget all KV. Frozen requests compute theirs again then.
+        """
+        query = f"mode={mode}&clear_cache={'true' if clear else 'false'}"
+        await self._send("POST", f"/pause?{query}", timeout_s=RELOAD_PATIENCE_S)
+
+    async def resume(self) -> None:
+        """Let the scheduler go on."""
+        await self._send("POST", "/resume")
+
+    async def reload(self, folder: Path) -> None:
+        """Replace the weights by those in the folder. Only while paused.
+
+        A folder that lacks a tensor is taken without a word: verify it before.
+        """
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._send("POST", "/collective_rpc", json=body, timeout_s=RELOAD_PATIENCE_S)
+
+    async def label(self, version: str) -> None:
+        """Name the weights: `weight_versions` of every answer from here on. Only while paused."""
+        await self._send("POST", "/update_weight_version", json={"new_version": version})
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Serve an adapter. The folder stays until its last request has ended."""
+        body = {"lora_name": name, "lora_path": str(folder)}
+        await self._send("POST", "/v1/load_lora_adapter", json=body, timeout_s=RELOAD_PATIENCE_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; running ones finish on it."""
+        await self._send("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+
+    async def models(self) -> list[str]:
+        """Names that may be asked for."""
+        return [entry["id"] for entry in (await self._send("GET", "/v1/models")).json()["data"]]
+
+    async def logprobs(self, model: str, ids: Sequence[int], salt: str) -> list[float]:
+        """Log-probability of each id after the first, at temperature 1, from a forward of now."""
+        body = {
+            "model": model,
+            "token_ids": list(ids),
+            "cache_salt": salt,
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+        }
+        answer = await self._send(
+            "POST", "/inference/v1/generate", json=body, timeout_s=PROBE_PATIENCE_S
+        )
+        table = answer.json().get("prompt_logprobs")
+        if not isinstance(table, list) or len(table) != len(ids):
+            raise EngineRefused(f"vLLM at {self.url} gave no log-probabilities of the probe")
+        return [
+            float(row[str(token)]["logprob"]) for row, token in zip(table[1:], ids[1:], strict=True)
+        ]
+
+    async def _send(
+        self, method: str, path: str, *, json: object = None, timeout_s: float = 30.0
+    ) -> httpx.Response:
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._http.request(method, path, json=json, timeout=timeout_s)
+        except (httpx.TransportError, TimeoutError) as error:
+            raise self._away(path, error) from error
+        if answer.status_code == 200:
+            return answer
+        said = f"vLLM at {self.url}{path} answered {answer.status_code}: {_message(answer)}"
+        if answer.status_code >= 500:
+            raise EngineUnavailable(said)
+        raise EngineRefused(said)
+
+    def _away(self, path: str, error: Exception) -> EngineUnavailable:
+        return EngineUnavailable(f"vLLM at {self.url}{path}: {type(error).__name__} {error}")
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        body = answer.json()
+    except json.JSONDecodeError:
+        return answer.text[:1000]
+    found = body.get("error", body) if isinstance(body, dict) else body
+    return str(found.get("message", found) if isinstance(found, dict) else found)[:1000]
