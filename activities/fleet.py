@@ -56,12 +56,29 @@ async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, en
         crossing=_crossing(config),
     )
     failpoints.reach("load_unacknowledged")
+    if health.max_resident == 1:
+        await _forget_replaced(ledger, engines, engine, incarnation)
     acknowledged = await ledger.run(
         versions.acknowledge, run, engine, incarnation, version, weights.sha256
     )
     if not acknowledged:
         raise EngineUnavailable(
             f"engine {engine} holds {name} but has restarted or was not seen yet; trying again"
+        )
+
+
+async def _forget_replaced(
+    ledger: Ledger, engines: EngineClient, engine: str, incarnation: int
+) -> None:
+    """Take back the acknowledgement of what the engine's one slot held before.
+
+    In this order: what is acknowledged now and missing from a health seen later is really gone.
+    """
+    known = await ledger.run(census.acknowledged, engine, incarnation)
+    held = (await engines.health(engine)).policies
+    for name in known - held.keys():
+        await ledger.run(
+            versions.unloaded, policy_version(name)[0], engine, policy_version(name)[1]
         )
 
 

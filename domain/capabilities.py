@@ -27,6 +27,21 @@ BUILT_IN = (KEPT_SETS, KV_PROVENANCE, REFILL, RETAINED_KV, VERSION_SPANS)
 """Of the built-in engine."""
 
 
+def of_vllm(*, adapters: bool, kept_sets: bool) -> tuple[str, ...]:
+    """Of vLLM behind its front.
+
+    Args:
+        adapters: it serves an adapter a version, whose KV no other version extends.
+        kept_sets: it was started to report them, which its CPU build cannot.
+    """
+    has = [KV_PROVENANCE, REFILL, VERSION_SPANS]
+    if not adapters:
+        has.append(RETAINED_KV)
+    if kept_sets:
+        has.append(KEPT_SETS)
+    return tuple(has)
+
+
 def missing(config: RunConfig, *, max_resident: int, capabilities: Collection[str]) -> list[str]:
     """What keeps an engine from sampling for this run, each with its remedy; empty if nothing does.
 

@@ -1,6 +1,7 @@
 """The service addresses and credentials, from the environment: read once, validated here."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field

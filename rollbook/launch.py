@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from domain.config import RunConfig
-from domain.services import Services
+from domain.services import VLLM_PYTHON, Services, vllm_python
 from rollbook.root import ROOT
 from rollbook.stack import ports
 from rollbook.stack.supervise import Command, Report, Restart, State, Supervisor
@@ -147,7 +147,7 @@ class Job:
             name=name,
             argv=(sys.executable, "-m", "rollbook", *arguments, "--state", str(self._state)),
             log=self.folder / "logs" / f"{name}.log",
-            env={**os.environ, **self.services.environment(), "PYTHONPATH": path},
+            env={**os.environ, **self.services.environment(), **_vllm(), "PYTHONPATH": path},
             cwd=Path(self.config.root),
             restart=restart,
             stop_grace_s=stop_grace_s,
@@ -168,3 +168,9 @@ def engine_options(config: RunConfig) -> list[str]:
             options.append("--sampling-masks")
         options += [f"--argument={argument}" for argument in e.arguments]
     return options
+
+
+def _vllm() -> dict[str, str]:
+    """The interpreter of vLLM, as the commands find it from their own folder."""
+    python = vllm_python(os.environ)
+    return {} if python is None else {VLLM_PYTHON: str(python.absolute())}

@@ -1,5 +1,6 @@
 """Everything that can be wrong with a run is found here, before anything is started or written."""
 
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +8,12 @@ from pathlib import Path
 from activities.chat import Chat
 from activities.play import rehearse
 from domain import sources
-from domain.capabilities import BUILT_IN, missing
+from domain.capabilities import BUILT_IN, missing, of_vllm
 from domain.config import RunConfig
 from domain.data import TaskStream
 from domain.environments import Source
 from domain.errors import ConfigError
+from domain.services import vllm_python
 from storage import datasets
 from trainer import folders
 
@@ -30,7 +32,7 @@ def check(config: RunConfig, *, own_engine: bool = False) -> Plan:
 
     Args:
         config: of the run.
-        own_engine: the built-in engine of `[engine]` will sample; other engines are asked what
+        own_engine: the engine of `[engine]` will sample; other engines are asked what
             they can do before they load the first version.
 
     Raises:
@@ -46,14 +48,25 @@ def check(config: RunConfig, *, own_engine: bool = False) -> Plan:
 
 
 def check_engine(config: RunConfig, *, own: bool) -> None:
-    """Refuse a run that the built-in engine of `[engine]`, if it is to sample, cannot serve.
+    """Refuse a run that the engine of `[engine]`, if it is to sample, cannot serve.
 
     Raises:
         ConfigError: names what is missing and the remedy.
     """
-    lacks = missing(config, max_resident=config.engine.max_resident, capabilities=BUILT_IN)
-    if own and lacks:
-        raise ConfigError(f"the built-in engine cannot sample for this run: {'; '.join(lacks)}")
+    if not own:
+        return
+    e, adapters = config.engine, config.model.lora is not None
+    name, resident, has = "the built-in engine", e.max_resident, BUILT_IN
+    if e.kind == "vllm":
+        if vllm_python(os.environ) is None:
+            raise ConfigError(
+                'engine.kind = "vllm" needs ROLLBOOK_VLLM_PYTHON, the interpreter of an environment '
+                "that has vLLM (`make vllm` builds one for CPUs)"
+            )
+        name, resident = "vLLM", e.max_resident if adapters else 1
+        has = of_vllm(adapters=adapters, kept_sets=config.sampling.filtered)
+    if lacks := missing(config, max_resident=resident, capabilities=has):
+        raise ConfigError(f"{name} cannot sample for this run: {'; '.join(lacks)}")
 
 
 def check_parts(config: RunConfig, source: Source, stream: TaskStream) -> None:

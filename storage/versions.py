@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from domain.config import RunConfig
 from domain.errors import DigestMismatch, LedgerError
 from domain.ids import publish_workflow_id
 from domain.messages import PublishIn
@@ -109,7 +110,7 @@ def publish(tx: Tx, run: str, epoch: int, version: int) -> bool:
         raise LedgerError(
             f"{run}@{version} is {row['state']}; only an uploaded version is published"
         )
-    blocking = _pins_in_the_way(tx, run, version)
+    blocking = _pins_in_the_way(tx, run, version, owner.config)
     if blocking:
         held_by = ", ".join(f"g{group} s{sample}.a{attempt}" for group, sample, attempt in blocking)
         tx.execute(
@@ -292,14 +293,19 @@ def retire(tx: Tx, run: str) -> list[int]:
     return [int(row["version"]) for row in rows]
 
 
-def _pins_in_the_way(tx: Tx, run: str, version: int) -> list[tuple[int, int, int]]:
+def _pins_in_the_way(
+    tx: Tx, run: str, version: int, config: RunConfig
+) -> list[tuple[int, int, int]]:
     """The oldest pinned rollouts that leave `version` no slot on some live engine.
 
     The served version needs no slot of its own unless it is pinned: an engine with one slot swaps.
+    Where all have one slot, a rollout sampled segment by segment is in the way only if its KV would
+    be too old under `version` and may not be computed again.
     """
     rows = tx.execute(
         """
-        SELECT a.group_id, a.sample, a.attempt, min(v) AS version FROM attempts a,
+        SELECT a.group_id, a.sample, a.attempt, min(v) AS version, min(a.kv_version) AS anchor
+        FROM attempts a,
             unnest(ARRAY[CASE WHEN a.sampling_version IS NULL THEN a.pinned_version END,
                          a.sampling_version, a.kv_version]) AS v
         WHERE a.run_id = %s AND a.state = 'running' AND v IS NOT NULL
@@ -309,12 +315,20 @@ def _pins_in_the_way(tx: Tx, run: str, version: int) -> list[tuple[int, int, int
     ).fetchall()
     pinned = {row["version"] for row in rows} - {version}
     slots = tx.execute(
-        "SELECT min(max_resident) AS n FROM engines WHERE run_id = %s AND alive_until > now()",
+        "SELECT min(max_resident) AS n, max(max_resident) AS most FROM engines WHERE run_id = %s AND alive_until > now()",
         (run,),
     ).fetchone()
     assert slots is not None
     if slots["n"] is None or len(pinned) < slots["n"]:
         return []
+    cache = config.sampling.kv_cache
+    if slots["most"] == 1 and config.sampling.policy == "segment":
+        if cache.on_limit == "refill":
+            return []
+        rows = [row for row in rows if row["anchor"] is not None]
+        pinned = {row["version"] for row in rows if version - row["anchor"] > cache.max_staleness}
+        if not pinned:
+            return []
     oldest = min(pinned)
     return sorted(
         (row["group_id"], row["sample"], row["attempt"]) for row in rows if row["version"] == oldest

@@ -6,14 +6,16 @@
     GET  /health  /metrics  /v1/models
 
 **Salt.** vLLM files KV under the request's salt. A request that may extend KV of version `a` and no
-older gets `SALT/a`: whatever lies under that was computed by `a` or later, so the bound holds
-without asking vLLM how old its cache is, and a version's requests never meet another version's KV.
+older gets a salt made of its own and `a`: whatever lies under that was computed by `a` or later, so
+the bound holds without asking vLLM how old its cache is, and requests that allow no older KV never
+meet another version's.
 """
 
 import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from hashlib import blake2b
 from typing import Any
 
 from starlette.applications import Starlette
@@ -75,7 +77,7 @@ class Front:
         async with self._residents.request(name, staleness) as request:
             sha256 = self._residents.policies()[name]
             body["model"] = self._residents.model(name)
-            body["cache_salt"] = f"{fields.text(body, 'cache_salt', '')}/{request.anchor}"
+            body["cache_salt"] = _salt(fields.text(body, "cache_salt", ""), request.anchor)
             asking = asyncio.create_task(self._server.control.generate(body))
             gone = asyncio.create_task(fields.disconnected(http))
             try:
@@ -88,7 +90,7 @@ class Front:
             if asking.cancelled():
                 return Response(status_code=499)
             answer = asking.result()
-            if request.doubtful:
+            if not await self._residents.settled(request):
                 raise NotResident(f"{name} was replaced by weights that turned out to be wrong")
         if answer.status != 200:
             return Response(answer.body, answer.status, media_type="application/json")
@@ -136,6 +138,7 @@ class Front:
                 "policies": self._residents.policies(),
                 "running": self._residents.running,
                 "waiting": 0,
+                "capabilities": self._residents.capabilities,
             },
             status_code=200 if self._residents.alive else 503,
         )
@@ -162,13 +165,18 @@ class Front:
         version = policy_version(request.policy)[1]
         cached = ((body.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
         for choice in body["choices"]:
-            choice["kv_version"] = request.anchor if cached else version
+            choice["kv_version"] = request.anchor if cached else request.computed_by
             if not self._residents.labelled:
                 # The server labels its base weights; an adapter's version is its name.
                 sampled = len(choice["token_ids"])
                 label = {"version": str(version), "start": 0, "end": sampled}
                 choice["weight_versions"] = [label] if sampled else []
         return body | {"model": request.policy, "weights_sha256": sha256}
+
+
+def _salt(salt: str, anchor: int) -> str:
+    """vLLM takes at most 128 characters, without `@` or `/`."""
+    return blake2b(f"{anchor}\0{salt}".encode(), digest_size=16).hexdigest()
 
 
 def _may_cross(body: dict[str, Any]) -> MayCross | None:

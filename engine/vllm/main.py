@@ -6,7 +6,8 @@ from pathlib import Path
 
 import uvicorn
 
-from domain.config import Services
+from domain.capabilities import of_vllm
+from domain.services import Services
 from engine.vllm.command import Settings
 from engine.vllm.front import create_app
 from engine.vllm.residents import Residents
@@ -66,7 +67,13 @@ def make_server(
         else InPlace(server, source, work)
     )
     strategy.reset()
-    residents = Residents(strategy, server, source, most=settings.max_batch + MAX_WAITING)
+    residents = Residents(
+        strategy,
+        server,
+        source,
+        most=settings.max_batch + MAX_WAITING,
+        capabilities=of_vllm(adapters=settings.adapters > 0, kept_sets=settings.sampling_masks),
+    )
     log.info(
         "front of vLLM on http://%s:%d, %d versions at once", host, port, strategy.max_resident
     )

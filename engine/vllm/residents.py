@@ -7,7 +7,7 @@ take it. A server that died takes everything with it; what follows has a new inc
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from domain.ids import policy_version
@@ -34,6 +34,10 @@ class Running:
     policy: str
     anchor: int
     """Oldest version whose KV it may extend."""
+    computed_by: int
+    """Oldest version that computed KV for it, retained KV apart."""
+    crosses: bool = False
+    """Weights are being replaced under it."""
     doubtful: bool = False
     """It ran under weights that were not proven."""
 
@@ -51,7 +55,15 @@ class MayCross:
 class Residents:
     """Loads and unloads policies, one at a time, and counts what runs on them."""
 
-    def __init__(self, strategy: Strategy, server: Server, source: Source, *, most: int) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        server: Server,
+        source: Source,
+        *,
+        most: int,
+        capabilities: Sequence[str],
+    ) -> None:
         """Nothing is resident yet.
 
         Args:
@@ -59,7 +71,9 @@ class Residents:
             server: the server they come to.
             source: where weights come from.
             most: requests at the server at once, running or waiting.
+            capabilities: what it can do, by the names of `domain.capabilities`.
         """
+        self.capabilities = tuple(capabilities)
         self.incarnation = new_incarnation()
         self.alive = True
         self._strategy = strategy
@@ -134,6 +148,8 @@ class Residents:
                 self._served = {n: s for n, s in self._served.items() if self._strategy.holds(n)}
                 raise
             finally:
+                for request in self._running:
+                    request.crosses = False
                 self._open.set()
 
     async def unload(self, name: str) -> bool:
@@ -163,7 +179,8 @@ class Residents:
             )
         if len(self._running) >= self._most:
             raise Overloaded(f"{len(self._running)} requests run or wait already; try again")
-        request = Running(name, policy_version(name)[1] - kv_max_staleness)
+        version = policy_version(name)[1]
+        request = Running(name, version - kv_max_staleness, version)
         self._running.add(request)
         try:
             yield request
@@ -173,6 +190,12 @@ class Residents:
                 self._drained.notify_all()
             if name not in self._served and not self._owing(name):
                 await self._strategy.forget(name)
+
+    async def settled(self, request: Running) -> bool:
+        """Whether the answer to a request may go out: not before the weights it met are proven."""
+        if request.crosses:
+            await self._open.wait()
+        return not request.doubtful
 
     def model(self, name: str) -> str:
         """The server's name of a policy."""
@@ -214,10 +237,13 @@ class Residents:
         run, version = policy_version(name)
         if may is not None and all(policy_version(r.policy)[0] == run for r in self._running):
             oldest = min((r.anchor for r in self._running), default=version)
-            if version - oldest <= may.kv_max_staleness:
-                return "hold"
-            if may.refill:
-                return "refill"
+            held = version - oldest <= may.kv_max_staleness
+            if held or may.refill:
+                for request in self._running:
+                    request.crosses = True
+                    if not held:
+                        request.anchor = request.computed_by = version
+                return "hold" if held else "refill"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S), self._drained:
                 await self._drained.wait_for(lambda: not self._running)

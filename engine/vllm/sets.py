@@ -146,7 +146,7 @@ def read_shapes(file: Path) -> Shapes:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, struct.error) as error:
         raise BadWeights(f"{file.name} is no safetensors file: {error}") from error
 
 

@@ -24,7 +24,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from activities import namespace
 from activities.fleet import Fleet
 from activities.garbage import Garbage
-from activities.inference import EngineClient, Health
+from activities.inference import Crossing, EngineClient, Health
 from activities.ledger import LedgerActivities
 from activities.mourning import Mourning
 from activities.publish import EngineActivities, ServingActivities
@@ -70,7 +70,15 @@ class Engines(EngineClient):
             raise EngineUnavailable(f"engine {engine_url} is gone")
         return self.health_by_url[engine_url]
 
-    async def load(self, engine_url: str, policy: str, manifest: str, sha256: str) -> int:
+    async def load(
+        self,
+        engine_url: str,
+        policy: str,
+        manifest: str,
+        sha256: str,
+        *,
+        crossing: Crossing | None = None,
+    ) -> int:
         self.loads.append((engine_url, policy))
         if engine_url in self.slow:
             await asyncio.sleep(3600)

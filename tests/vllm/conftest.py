@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from domain.config import vllm_python
+from domain.services import vllm_python
 from tests.vllm.lab import Lab, running_front
 
 HERE = Path(__file__).parent

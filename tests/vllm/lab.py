@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models
 from transformers import Qwen3Config
 
 from activities.inference import Crossing, EngineClient
-from domain.config import vllm_python
+from domain.services import vllm_python
 from domain.errors import ObjectMissing
 from engine.vllm.command import Settings
 from engine.vllm.main import make_server

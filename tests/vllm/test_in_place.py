@@ -162,7 +162,7 @@ async def test_a_held_request_goes_on_with_its_kv_and_says_where_the_version_cha
     in_place: Lab,
 ) -> None:
     ids = prompt(40, seed=3)
-    pending = asyncio.create_task(ask(in_place, ids, "run@2", max_tokens=400, crossing=True))
+    pending = asyncio.create_task(ask(in_place, ids, "run@2", max_tokens=400, swap_kv_bound=1))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
     await asyncio.sleep(0.3)
     await in_place.serve("run@3", W[3], crossing=HOLD)
@@ -181,7 +181,7 @@ async def test_a_refilled_request_goes_on_as_if_the_new_version_had_read_it_all(
     in_place: Lab,
 ) -> None:
     ids = prompt(40, seed=4)
-    pending = asyncio.create_task(ask(in_place, ids, "run@3", max_tokens=400, crossing=True))
+    pending = asyncio.create_task(ask(in_place, ids, "run@3", max_tokens=400, swap_kv_bound=1))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
     await asyncio.sleep(0.3)
     await in_place.serve("run@4", W[0], crossing=REFILL)
@@ -230,7 +230,7 @@ async def test_a_set_that_lacks_a_tensor_is_refused_and_the_server_serves_on(
 async def test_weights_that_do_not_reproduce_the_probe_never_sample(in_place: Lab) -> None:
     """vLLM took them: only the probe tells. What ran meanwhile is not answered with its tokens."""
     ids = prompt(8)
-    pending = asyncio.create_task(ask(in_place, ids, "run@6", max_tokens=450, crossing=True))
+    pending = asyncio.create_task(ask(in_place, ids, "run@6", max_tokens=450, swap_kv_bound=1))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
     await asyncio.sleep(0.3)
     with pytest.raises(EngineRefused, match="other weights"):

@@ -1,0 +1,110 @@
+"""What a vLLM server is started with, and what is verified before it hears of weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.refusals import BadWeights, Unsupported
+from engine.vllm import sets
+from engine.vllm.command import Settings, argv, environment
+from engine.vllm.sets import weight_set
+from rollbook.launch import engine_options
+from storage.manifests import Manifest, Tensor
+from tests.rehearsal import configuration
+
+PYTHON = Path("/v/bin/python")
+TENSORS = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
+
+
+def manifest(folder: Path, **changes: object) -> Manifest:
+    save_file(TENSORS, folder / "model.safetensors")
+    table = {
+        "kind": "weights",
+        "sha256": "w",
+        "files": {"model.safetensors": {"sha256": "0" * 64, "bytes": 1}},
+        "tensors": {
+            "a": Tensor(dtype="float32", shape=(2, 3), file="model.safetensors"),
+            "b": Tensor(dtype="bfloat16", shape=(4,), file="model.safetensors"),
+        },
+        "meta": {"model": "models/m/manifest.json", "probe": None},
+    }
+    return Manifest.model_validate(table | changes)
+
+
+def test_a_set_whose_files_hold_what_its_manifest_lists_is_taken(tmp_path: Path) -> None:
+    found = weight_set("k", manifest(tmp_path), tmp_path)
+    assert found.shapes == {"a": ("float32", (2, 3)), "b": ("bfloat16", (4,))}
+    assert found.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensors": {}}, "lists 0 tensors"),
+        ({"kind": "model"}, "kind 'model'"),
+        ({"meta": {}}, "names model None"),
+        (
+            {"tensors": {"a": Tensor(dtype="float32", shape=(2, 3), file="model.safetensors")}},
+            "tensor b: None expected",
+        ),
+    ],
+)
+def test_a_set_that_is_not_what_it_says_is_refused(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(BadWeights, match=words):
+        weight_set("k", manifest(tmp_path, **changes), tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(BadWeights, match="no safetensors file"):
+        sets.read_shapes(file)
+
+
+def test_a_model_without_an_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(Unsupported, match="names no architectures"):
+        sets.assemble(tmp_path, tmp_path, tmp_path / "into")
+
+
+def test_full_weights_start_no_adapter_slots_and_a_cpu_gets_its_flags() -> None:
+    flags = argv(
+        Settings(python=PYTHON, arguments=["--seed", "1"]), Path("/m"), 1, "float32", cpu=True
+    )
+    assert "--enable-lora" not in flags
+    assert "--enforce-eager" in flags
+    assert flags[-2:] == ["--seed", "1"]
+    assert flags[:3] == [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
+    assert "--enforce-eager" not in argv(Settings(python=PYTHON), Path("/m"), 1, "x", cpu=False)
+
+
+def test_adapters_have_as_many_slots_and_twice_as_many_places_in_host_memory() -> None:
+    flags = argv(
+        Settings(python=PYTHON, adapters=3, lora_rank=16), Path("/m"), 1, "float32", cpu=False
+    )
+    wanted = {"--max-loras": "3", "--max-cpu-loras": "6", "--max-lora-rank": "16"}
+    assert {flag: flags[flags.index(flag) + 1] for flag in wanted} == wanted
+
+
+def test_rollbooks_own_path_does_not_reach_the_other_environment() -> None:
+    outside = {"PYTHONPATH": "/rollbook", "PATH": "/bin", "TORCH_COMPILE_DISABLE": "0"}
+    found = environment(Settings(python=PYTHON, threads=2), outside, cpu=True)
+    assert "PYTHONPATH" not in found
+    assert (found["PATH"], found["OMP_NUM_THREADS"]) == ("/bin", "2")
+    assert found["TORCH_COMPILE_DISABLE"] == "1"
+    assert environment(Settings(python=PYTHON), outside, cpu=False)["TORCH_COMPILE_DISABLE"] == "0"
+
+
+def test_a_runs_engine_section_decides_how_its_engine_starts() -> None:
+    assert engine_options(configuration()) == ["--max-resident", "4", "--max-batch", "64"]
+    vllm = configuration(
+        engine={"kind": "vllm", "arguments": ["--seed", "1"]}, model={"lora": {"rank": 4}}
+    )
+    options = engine_options(vllm)
+    assert options[4:8] == ["--kind", "vllm", "--max-context", "64"]
+    assert options[8:] == ["--lora-rank", "4", "--argument=--seed", "--argument=1"]
