@@ -56,7 +56,8 @@ def check_engine(config: RunConfig, *, own: bool) -> None:
     if not own:
         return
     e, adapters = config.engine, config.model.lora is not None
-    name, resident, has = "the built-in engine", e.max_resident, BUILT_IN
+    name, resident = "the built-in engine", e.max_resident
+    has: tuple[str, ...] = BUILT_IN
     if e.kind == "vllm":
         if vllm_python(os.environ) is None:
             raise ConfigError(

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, models
 from transformers import Qwen3Config
 
 from activities.inference import Crossing, EngineClient
-from domain.services import vllm_python
 from domain.errors import ObjectMissing
+from domain.services import vllm_python
 from engine.vllm.command import Settings
 from engine.vllm.main import make_server
 from engine.vllm.server import OwnServer
