@@ -12,9 +12,10 @@ CREATE VIEW task_balance AS SELECT g.run_id, g.task_id, count(*) AS drawn, count
 CREATE VIEW task_failures AS SELECT a.run_id, g.task_id, a.resubmitted_as AS cause, a.status, a.error_type, a.state = 'lost' AS lost, a.counts_as_failure, count(*) AS n, count(DISTINCT a.group_id) AS groups,
     count(DISTINCT a.group_id) FILTER (WHERE g.state = 'abandoned') AS abandoned, max(a.finished_at) AS last_at, (array_agg(left(a.error, 500) ORDER BY a.finished_at DESC) FILTER (WHERE a.error IS NOT NULL))[1] AS last_error
   FROM attempts a JOIN groups g USING (run_id, group_id) WHERE a.counts_as_failure OR a.state = 'lost' GROUP BY 1, 2, 3, 4, 5, 6, 7;
-CREATE VIEW wasted_tokens AS SELECT a.run_id, CASE WHEN a.resubmitted_as IS NOT NULL THEN a.resubmitted_as::text WHEN a.surplus THEN 'surplus' WHEN p.place IN ('cut','cancelled','abandoned','expired') THEN p.place
-      ELSE coalesce(a.cancel_cause, a.status::text) END AS cause, count(*) AS rollouts, sum(a.policy_tokens) AS policy_tokens, sum(a.env_tokens) AS env_tokens
-  FROM attempts a JOIN group_place p USING (run_id, group_id) WHERE a.status IS NOT NULL AND (NOT a.member OR p.place IN ('cut','cancelled','abandoned','expired')) GROUP BY 1, 2;
+CREATE VIEW wasted_tokens AS SELECT run_id, cause, count(*) AS rollouts, sum(policy_tokens) AS policy_tokens, sum(env_tokens) AS env_tokens FROM (
+  SELECT a.run_id, CASE WHEN a.resubmitted_as IS NOT NULL THEN a.resubmitted_as::text WHEN a.surplus THEN 'surplus' WHEN p.place IN ('cut','cancelled','abandoned','expired') THEN p.place
+      ELSE coalesce(a.cancel_cause, a.status::text) END AS cause, a.policy_tokens, a.env_tokens FROM attempts a JOIN group_place p USING (run_id, group_id) WHERE a.status IS NOT NULL AND NOT a.member
+  UNION ALL SELECT a.run_id, p.place, a.policy_tokens, a.env_tokens FROM group_place p JOIN attempts a USING (run_id, group_id) WHERE a.member AND p.place IN ('cut','cancelled','abandoned','expired')) w GROUP BY 1, 2;
 CREATE VIEW trained_rollouts AS SELECT q.run_id, q.step, q.pos, q.group_id, q.part, g.task_id, a.sample, a.attempt, s.version_before AS trained_at, a.oldest_version, a.newest_version, q.lag, a.status, a.truncation, a.reward,
     a.turns, a.policy_tokens, a.submitted_at, a.started_at, a.finished_at, q.admitted_at, s.applied_at
   FROM queue q JOIN steps s USING (run_id, step) JOIN groups g USING (run_id, group_id) JOIN attempts a ON (a.run_id, a.group_id, a.part) = (q.run_id, q.group_id, q.part) AND a.member WHERE q.step IS NOT NULL;
