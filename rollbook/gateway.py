@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+import signal
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import psycopg
@@ -50,11 +52,27 @@ async def serve(services: Services, *, host: str, port: int, cache: Path) -> Non
         sampler = Sampler(ledger, engines, Router(ledger))
         formats = Formats(ledger, ObjectStore(services), cache / "models")
         server = make_server(Gateway(Sessions(sampler, formats)), host=host, port=port)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.stop)
         logger.info("gateway on http://%s:%d", host, port)
         await server.serve()
 
 
-def make_server(gateway: Gateway, *, host: str, port: int) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """Stops when it is told to; whoever runs it decides about signals, and ends by returning."""
+
+    def stop(self) -> None:
+        """Take no more calls, and return from `serve` when the running ones have ended."""
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: uvicorn would raise them again, before anything is closed."""
+        yield
+
+
+def make_server(gateway: Gateway, *, host: str, port: int) -> Server:
     """The server over a gateway, not started yet."""
     config = uvicorn.Config(
         gateway.app(),
@@ -66,7 +84,7 @@ def make_server(gateway: Gateway, *, host: str, port: int) -> uvicorn.Server:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
-    return uvicorn.Server(config)
+    return Server(config)
 
 
 async def _open_ledger(services: Services) -> Ledger:
