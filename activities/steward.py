@@ -28,7 +28,7 @@ from activities.mourning import Mourning
 from activities.relay import Relay
 from activities.sweep import Sweep
 from storage import housekeeping, outbox
-from storage.database import Ledger
+from storage.database import ALIVE, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Steward:
     async def _stand(self) -> None:
         """Lead if nobody does. The lock ends with its connection, however that ends."""
         connect = psycopg.AsyncConnection.connect(
-            self.database_url, autocommit=True, application_name="rollbook steward"
+            self.database_url, autocommit=True, application_name="rollbook steward", **ALIVE
         )
         async with await connect as lock:
             if await _locked(lock):

@@ -11,6 +11,7 @@ keys take KEY SHARE and must not conflict).
 
 import asyncio
 import json
+import logging
 import math
 import select
 import time
@@ -40,6 +41,21 @@ SETTINGS = {
     "statement_timeout": "15s",
     "idle_in_transaction_session_timeout": "30s",
 }
+ALIVE: dict[str, Any] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30_000,
+    "options": "-c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=4 "
+    "-c tcp_user_timeout=30s",
+}
+"""Connection parameters by which either end notices within 30 s that the other one is gone without a
+word. The system's defaults take hours: until then a caller would hang, and a dead leader would lead."""
+
+_TELL_EVERY_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 class Ledger:
@@ -65,13 +81,14 @@ class Ledger:
         Raises:
             psycopg.OperationalError: nothing answers at `url`.
         """
-        options = " ".join(f"-c {name}={value}" for name, value in SETTINGS.items())
+        settings = [f"-c {name}={value}" for name, value in SETTINGS.items()]
         connections = ConnectionPool(
             url,
             connection_class=psycopg.Connection[DictRow],
-            kwargs={
+            kwargs=ALIVE
+            | {
                 "row_factory": dict_row,
-                "options": options,
+                "options": " ".join([ALIVE["options"], *settings]),
                 "application_name": application,
             },
             min_size=1,
@@ -95,14 +112,19 @@ class Ledger:
     def call(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `fn(tx, ...)` in one transaction, again after operational errors while patience lasts."""
         give_up = time.monotonic() + self._patience_s
-        pause = 0.05
+        pause, told = 0.05, float("-inf")
         while True:
             try:
                 with self.transaction() as tx:
                     return fn(tx, *args, **kwargs)
-            except psycopg.OperationalError:
-                if time.monotonic() + pause > give_up:
+            except psycopg.OperationalError as error:
+                now = time.monotonic()
+                if now + pause > give_up:
                     raise
+                if now - told > _TELL_EVERY_S:
+                    told = now
+                    name = getattr(fn, "__qualname__", repr(fn))
+                    log.warning("the ledger fails, trying %s again: %s", name, error)
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
 

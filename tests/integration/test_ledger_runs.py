@@ -1,6 +1,8 @@
 """A run's life in the ledger: creation, fencing, leases, close, failure, resume."""
 
 import asyncio
+import os
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -236,7 +238,27 @@ def test_a_finished_run_stays_finished(ledger: Ledger) -> None:
         ledger.call(runs.pause, "r1")
 
 
-def test_calls_are_retried_while_patience_lasts(ledger_url: str) -> None:
+def test_both_ends_notice_a_peer_that_is_gone_without_a_word(ledger: Ledger) -> None:
+    with ledger.transaction() as tx:
+        with socket.socket(fileno=os.dup(tx.fileno())) as line:
+            ours = [
+                line.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (
+                    socket.TCP_KEEPIDLE,
+                    socket.TCP_KEEPINTVL,
+                    socket.TCP_KEEPCNT,
+                    socket.TCP_USER_TIMEOUT,
+                )
+            ]
+        names = ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count")
+        theirs = [tx.execute(f"SHOW {name}").fetchone() for name in names]
+    assert ours == [10, 5, 4, 30_000]
+    assert [int(row[name]) for row, name in zip(theirs, names, strict=True) if row] == [10, 5, 4]
+
+
+def test_calls_are_retried_while_patience_lasts(
+    ledger_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     patient = Ledger.open(ledger_url, pool=2, patience_s=20)
     tried: list[int] = []
 
@@ -249,6 +271,8 @@ def test_calls_are_retried_while_patience_lasts(ledger_url: str) -> None:
     try:
         assert patient.call(killed_twice) == "done"
         assert len(tried) == 3
+        told = [m for m in caplog.messages if "killed_twice" in m and "terminat" in m]
+        assert len(told) == 1  # an outage is named, not once a try
     finally:
         patient.close()
     hasty = Ledger.open(ledger_url, pool=2)
