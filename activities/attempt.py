@@ -10,7 +10,7 @@ another execution owns it                            late_result           FENCE
 its worker died and it cannot resume                 –                     LOST
 the source broke its contract                        finished infra_error  SOURCE_BROKEN
 the gateway could not sample for it                  finished infra_error  INFRA_ERROR
-worker shutdown, ledger out of reach                 –                     WORKER_SHUTDOWN, retried
+worker shutdown, ledger out of reach for long        –                     WORKER_SHUTDOWN, retried
 timed out, paused, reset: Temporal's to say          –                     CancelledError
 
 A beater beside the work shows progress and brings cancels. What an earlier execution committed is in
@@ -58,6 +58,9 @@ from storage.attempts import Ending, Started
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
+PATIENCE_S = 300.0
+"""Seconds for which a rollout worker's ledger is tried again. Its environments live on meanwhile, and
+most could not be taken up elsewhere: a restart of Postgres must not cost every rollout."""
 ABANDON_S = 45.0
 """Seconds that cancelled user code gets to return, before it is abandoned and named."""
 

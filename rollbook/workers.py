@@ -176,11 +176,17 @@ async def connect(services: Services) -> Client:
 
 
 async def _open_ledger(services: Services, kind: Kind) -> Ledger:
+    from activities.attempt import PATIENCE_S
+
+    patience_s = PATIENCE_S if kind == "rollouts" else 0.0  # Temporal repeats the others' steps
     while True:
         try:
             await asyncio.to_thread(check_schema, services.database_url)
             return await asyncio.to_thread(
-                Ledger.open, services.database_url, application=f"rollbook {kind}"
+                Ledger.open,
+                services.database_url,
+                application=f"rollbook {kind}",
+                patience_s=patience_s,
             )
         except psycopg.OperationalError as error:
             logger.warning("the ledger: %s", error)

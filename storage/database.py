@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,7 @@ class Ledger:
         self._pool = pool
         self._threads = threads
         self._patience_s = patience_s
+        self._closing = threading.Event()
 
     @classmethod
     def open(
@@ -119,13 +121,13 @@ class Ledger:
                     return fn(tx, *args, **kwargs)
             except psycopg.OperationalError as error:
                 now = time.monotonic()
-                if now + pause > give_up:
+                if now + pause > give_up or self._closing.is_set():
                     raise
                 if now - told > _TELL_EVERY_S:
                     told = now
                     name = getattr(fn, "__qualname__", repr(fn))
                     log.warning("the ledger fails, trying %s again: %s", name, error)
-            time.sleep(pause)
+            self._closing.wait(pause)
             pause = min(2 * pause, 2.0)
 
     async def run(
@@ -140,7 +142,8 @@ class Ledger:
         return await loop.run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """Wait for running transactions and close all connections."""
+        """Wait for running transactions and close all connections; nothing is tried again."""
+        self._closing.set()
         self._threads.shutdown(wait=True)
         self._pool.close()
 

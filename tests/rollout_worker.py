@@ -13,7 +13,7 @@ from temporalio.worker import Worker
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from activities.attempt import Attempts  # noqa: E402
+from activities.attempt import PATIENCE_S, Attempts  # noqa: E402
 from activities.inference import EngineClient  # noqa: E402
 from activities.routing import Router  # noqa: E402
 from activities.sampler import Sampler  # noqa: E402
@@ -30,7 +30,7 @@ async def main(queue: str, cache: Path) -> None:
         namespace=services.temporal_namespace,
         data_converter=pydantic_data_converter,
     )
-    ledger = Ledger.open(services.database_url)
+    ledger = Ledger.open(services.database_url, patience_s=PATIENCE_S)
     sampler = Sampler(ledger, EngineClient(), Router(ledger))
     attempts = Attempts(
         sampler, Setups(ledger, ObjectStore(services), cache), worker=f"test:{os.getpid()}"

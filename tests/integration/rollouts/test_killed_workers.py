@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from psycopg import conninfo
 from temporalio import workflow
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.common import RetryPolicy
@@ -34,6 +35,7 @@ from domain.services import Services
 from storage import manifests, segments
 from storage.objects import ObjectStore
 from tests.integration.engine.lab import GPT2, Weights, running_engine
+from tests.outage import Proxy
 from tests.stub_engine import StubEngine, stub_engine
 
 Make = Callable[..., Any]
@@ -296,6 +298,33 @@ async def test_a_rollout_that_cannot_resume_is_lost_and_not_a_failure(
     assert error.cause.type == "LOST"
     assert b.fail(group, 0, lost=True).next_attempt == 1
     assert not b.attempt(group, 0)["counts_as_failure"]
+
+
+async def test_a_lost_ledger_connection_loses_no_rollout_that_cannot_resume(
+    walk: Callable[..., Any], place: Place, stub: StubEngine
+) -> None:
+    b = walk("drop")
+    engines(b, stub.url)
+    group = b.group()
+    lost: list[bytes] = []
+
+    def lose_the_second_insert(answer: bytes) -> bytes:
+        lost.extend([answer] if b"INSERT 0 1" in answer else [])
+        if len(lost) == 2:
+            lost.append(b"lost")
+            raise ConnectionResetError
+        return answer
+
+    url = place.services.database_url
+    address = conninfo.conninfo_to_dict(url)
+    with Proxy(str(address["host"]), int(address["port"] or 5432)) as line:
+        line.alter(lose_the_second_insert)
+        through = conninfo.make_conninfo(url, host="127.0.0.1", port=line.port)
+        place.start_worker(ROLLBOOK_DATABASE_URL=through)
+        ref = await (await place.begin(b.key(group, 0))).result()
+    assert len(lost) > 2
+    assert (ref.attempt, ref.status, ref.turns) == (0, "completed", 4)
+    assert b.attempt(group, 0)["fence"] == 1  # one execution from its start to its end
 
 
 async def test_a_cancel_in_temporal_reaches_the_engine_within_three_seconds(
