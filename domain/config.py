@@ -264,12 +264,12 @@ class Engine(Section):
 
 
 class Evaluation(Section):
-    """Held-out evaluation: the same source on other tasks, at chosen versions."""
+    """Held-out evaluation of the last version: the same source on other tasks."""
 
     dataset: str
     """As `tasks.dataset`."""
     every: Positive | None = None
-    """Steps between evaluations; without it only the run's last version is evaluated."""
+    """Also evaluate the versions of every so many steps, when the run has finished."""
     samples: Positive = 1
     """Rollouts per task."""
     temperature: Annotated[float, Field(ge=0)] = 0.0

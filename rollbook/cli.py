@@ -1,13 +1,15 @@
 """The `rollbook` command line: commands by subject, one place for errors and exit codes.
 
-Exit codes: 0 done, 1 a run failed or a fault of rollbook itself, 2 refused input.
+Exit codes: 0 done; 1 a run failed, or a fault of rollbook or its services; 2 refused input;
+130 and 143 interrupted before there was anything to save.
 """
 
 import logging
-import os
+import signal
 from collections.abc import Sequence
+from types import FrameType
 
-import click
+import psycopg
 import typer
 
 from domain.errors import ConfigError, LedgerError, ObjectError, RollbookError
@@ -15,6 +17,7 @@ from rollbook.commands import (
     audit,
     database,
     decode,
+    evaluation,
     look,
     model,
     processes,
@@ -25,7 +28,7 @@ from rollbook.commands import (
     stack,
     stuck,
 )
-from rollbook.output import errors
+from rollbook.output import errors, log_to_stderr
 
 app = typer.Typer(
     name="rollbook",
@@ -36,6 +39,7 @@ app = typer.Typer(
     help="Asynchronous RL post-training with durable rollout state.",
 )
 runs.register(app)
+evaluation.register(app)
 look.register(app)
 decode.register(app)
 quarantine.register(app)
@@ -55,25 +59,28 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    logging.basicConfig(
-        level=os.environ.get("ROLLBOOK_LOG", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    log_to_stderr(logging.WARNING)
+    # Both leave through the context managers: what was started is stopped.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     try:
-        result = app(list(arguments), standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except click.ClickException as refused:
-        refused.show()
-        return 2
-    except click.Abort:
-        errors.print("interrupted", style="yellow")
-        return 130
+        app(list(arguments), prog_name="rollbook")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
     except (ConfigError, LedgerError, ObjectError) as refused:
-        errors.print(f"rollbook: {refused}", style="red", highlight=False, markup=False)
+        _complain(str(refused))
         return 2
-    except RollbookError as failed:
-        errors.print(f"rollbook: {failed}", style="red", highlight=False, markup=False)
+    except (RollbookError, psycopg.OperationalError) as failed:
+        _complain(str(failed))
         return 1
-    return result if isinstance(result, int) else 0
+    return 0
+
+
+def _complain(text: str) -> None:
+    errors.print(
+        f"rollbook: {text.strip()}", style="red", highlight=False, markup=False, soft_wrap=True
+    )
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)

@@ -5,7 +5,7 @@ go to `ledger.evaluations`. Greedy at temperature 0, where seeds do not matter.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from activities.chat import Chat
 from activities.inference import EngineClient, SamplingParams
 from activities.play import play
 from domain import sources
-from domain.config import RunConfig
+from domain.config import Evaluation, RunConfig
 from domain.errors import ConfigError
 from domain.ids import policy_name, sampling_seed
 from domain.rollouts import Reward, Segment, Task
 from domain.services import Services
 from domain.tools import Message
+from rollbook.launch import ENGINE_START_S, Job
 from storage import datasets, evaluations, versions
 from storage import runs as ledger_runs
 from storage.database import Ledger
@@ -91,26 +92,53 @@ class _Recorder:
 
 
 def evaluate(
-    ledger: Ledger, services: Services, config: RunConfig, version: int, *, cache: Path
-) -> list[dict[str, object]]:
-    """Evaluate a version on `[evaluation]` and keep the results.
+    ledger: Ledger,
+    services: Services,
+    config: RunConfig,
+    state: Path,
+    chosen: Sequence[int],
+    *,
+    tell: Callable[[int], None],
+) -> None:
+    """Evaluate versions on `[evaluation]` and keep the results.
+
+    The built-in engine is started for it unless the services name engines: the one of the run lets
+    go of versions that nothing samples.
 
     Args:
         ledger: where results go.
-        services: engines and object store.
+        services: engines, if any, and the object store.
         config: the run, with an `evaluation` section.
-        version: a version whose weights are stored.
-        cache: folder for the model's tokenizer.
+        state: folder of the local stack.
+        chosen: versions whose weights are stored.
+        tell: told each version whose results are kept.
 
-    Returns:
-        `storage.evaluations.summary` of the run.
+    Raises:
+        LedgerError: a version's weights are not stored.
+        ConfigError: the run has no `evaluation` section, or its data cannot be read.
     """
     if config.evaluation is None:
-        raise ConfigError("the run's configuration has no [evaluation] section")
-    results = asyncio.run(_evaluate(ledger, services, config, version, cache))
+        raise ConfigError(
+            f"run {config.name} has no [evaluation] section; name the held-out data with --dataset"
+        )
     name = config.evaluation.dataset
-    ledger.call(evaluations.record, config.name, name, version, results)
-    return ledger.call(evaluations.summary, config.name)
+    with Job(config, services, state, engine_only=True) as job:
+        if not services.engines:
+            job.supervisor.wait_ready(timeout_s=ENGINE_START_S)
+        for version in chosen:
+            sampling = _evaluate(ledger, job.services, config, version, state / "cache")
+            results = asyncio.run(sampling)
+            ledger.call(evaluations.record, config.name, name, version, results)
+            tell(version)
+
+
+def describe(config: Evaluation, row: Mapping[str, Any]) -> str:
+    """One version's held-out results as a line of text."""
+    how = "greedy" if config.temperature == 0 else f"at temperature {config.temperature:g}"
+    return (
+        f"held out  {row['name']} at v{row['version']}, {how}: {row['n']} rollouts, "
+        f"mean reward {row['mean']:.3f}, exact (reward 1) {row['solved']:.3f}"
+    )
 
 
 async def _evaluate(
@@ -125,7 +153,9 @@ async def _evaluate(
     fetch(ObjectStore(services), key, folder)
     chat = Chat.open(folder, renderer=config.model.renderer)
     source = sources.load(config)
-    tasks = datasets.read_tasks(config.evaluation.dataset, root=Path(config.root))
+    tasks = datasets.read_tasks(
+        config.evaluation.dataset, root=Path(config.root), key="evaluation.dataset"
+    )
     engines = EngineClient()
     engine = services.engines[0]
     limit = asyncio.Semaphore(_AT_ONCE)

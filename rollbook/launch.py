@@ -3,13 +3,15 @@
     engine · worker workflows · worker ledger · worker rollouts · trainer · gateway (if it is used)
 
 Each is the same command that a cluster would start (`rollbook.commands.processes`), with the service
-addresses in its environment. A worker or engine that dies is started again; so is a trainer that
-breaks, until it broke too often in a row. The trainer's clean exit is the end of the run.
+addresses in its environment. A process that dies is started again, until it died too often in a row
+or refuses its input (exit code 2): then the run stops, with the end of that log. The trainer's clean
+exit is the end of the run.
 """
 
 import os
 import sys
 from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,11 +20,15 @@ from domain.config import RunConfig
 from domain.services import VLLM_PYTHON, Services, vllm_python
 from rollbook.root import ROOT
 from rollbook.stack import ports
-from rollbook.stack.supervise import Command, Report, Restart, State, Supervisor
+from rollbook.stack.supervise import Command, NotReady, Report, Restart, State, Supervisor
 
 TRAINER = "trainer"
-_TRAINER_DEATHS = 5
-_ALWAYS = Restart()
+REFUSED = 2
+"""Exit code of a process that was given something wrong; see `rollbook.cli`."""
+_SERVICE = Restart(deaths=5, refusals=frozenset({REFUSED}))
+_TRAINING = Restart(after="failure", deaths=5, refusals=frozenset({REFUSED}))
+ENGINE_START_S = 600.0
+"""Longest start of the engine; vLLM compiles."""
 
 
 class Job:
@@ -38,6 +44,7 @@ class Job:
         trainer: bool = True,
         rollouts: bool = True,
         gateway: bool = False,
+        engine_only: bool = False,
         on_change: Callable[[Report], None] | None = None,
     ) -> None:
         """Prepare, without starting anything.
@@ -51,20 +58,22 @@ class Job:
             rollouts: and may play its source itself.
             gateway: whether the source samples through one, which is started where `services`
                 names none.
+            engine_only: start neither these nor a worker: just have an engine, to evaluate on.
             on_change: told each new state of each process.
         """
         self.config = config
         self.folder = state.resolve() / "runs" / config.name
         self._state = state.resolve()
         self._force, self._trainer, self._rollouts = force, trainer, rollouts
+        self._engine_only = engine_only
         self._own_engine = not services.engines
         if self._own_engine:
-            url = f"http://127.0.0.1:{ports.choose(0)}"
+            url = f"http://{ports.LOOPBACK}:{ports.free_port()}"
             services = services.model_copy(update={"engines": (url,), "engines_run": config.name})
         self._own_gateway = gateway and not services.gateway
         if self._own_gateway:
             taken = [int(url.rpartition(":")[2]) for url in services.engines if self._own_engine]
-            url = f"http://127.0.0.1:{ports.choose(0, taken)}"
+            url = f"http://{ports.LOOPBACK}:{ports.choose(0, taken)}"
             services = services.model_copy(update={"gateway": url})
         self.services = services
         self._on_change = on_change
@@ -98,13 +107,34 @@ class Job:
                 return report
         return None
 
+    def broken(self) -> str | None:
+        """A process beside the trainer that will not be started again, and why; None if none is."""
+        for report in self.supervisor.reports():
+            if report.name != TRAINER and report.state is State.FAILED:
+                return self.supervisor.describe(report.name)
+        return None
+
     def stop_trainer(self) -> None:
         """Ask the trainer to checkpoint and close the run; returns when it has ended."""
         self.supervisor.stop(TRAINER)
 
+    def kill_trainer(self) -> None:
+        """End the trainer at once; what it has not saved is recomputed when the run is resumed."""
+        self.supervisor.kill(TRAINER)
+
     def _commands(self) -> list[Command]:
         c = self.config
+        engine = [self._engine()] if self._own_engine else []
+        if self._engine_only:
+            return engine
+        gateway = []
+        if self._own_gateway:
+            assert self.services.gateway is not None
+            port = self.services.gateway.rpartition(":")[2]
+            gateway = [self._command("gateway", "gateway", "--port", port)]
         commands = [
+            *engine,
+            *gateway,
             self._command("workflows", "worker", "workflows"),
             self._command("ledger", "worker", "ledger"),
         ]
@@ -113,34 +143,29 @@ class Job:
             commands.append(
                 self._command("rollouts", "worker", "rollouts", "--environment", environment)
             )
-        if self._own_engine:
-            port = self.services.engines[0].rpartition(":")[2]
-            commands.insert(
-                0, self._command("engine", "engine", "--port", port, *engine_options(c))
+        if self._trainer:
+            force = ("--force",) if self._force else ()
+            arguments = ("trainer", c.name, *force)
+            commands.append(
+                self._command(TRAINER, *arguments, restart=_TRAINING, stop_grace_s=120.0)
             )
-        if self._own_gateway:
-            assert self.services.gateway is not None
-            port = self.services.gateway.rpartition(":")[2]
-            commands.insert(0, self._command("gateway", "gateway", "--port", port))
-        if not self._trainer:
-            return commands
-        force = ("--force",) if self._force else ()
-        trainer = self._command(
-            TRAINER,
-            "trainer",
-            c.name,
-            *force,
-            restart=Restart(after="failure", deaths=_TRAINER_DEATHS),
-            stop_grace_s=120.0,
+        return commands
+
+    def _engine(self) -> Command:
+        port = int(self.services.engines[0].rpartition(":")[2])
+        return self._command(
+            "engine",
+            *("engine", "--port", str(port), *engine_options(self.config)),
+            ready=lambda: _ask_health(port),
         )
-        return [*commands, trainer]
 
     def _command(
         self,
         name: str,
         *arguments: str,
-        restart: Restart = _ALWAYS,
+        restart: Restart = _SERVICE,
         stop_grace_s: float = 20.0,
+        ready: Callable[[], None] | None = None,
     ) -> Command:
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         return Command(
@@ -151,6 +176,8 @@ class Job:
             cwd=Path(self.config.root),
             restart=restart,
             stop_grace_s=stop_grace_s,
+            ready=ready,
+            ready_s=ENGINE_START_S,
         )
 
 
@@ -174,3 +201,16 @@ def _vllm() -> dict[str, str]:
     """The interpreter of vLLM, as the commands find it from their own folder."""
     python = vllm_python(os.environ)
     return {} if python is None else {VLLM_PYTHON: str(python.absolute())}
+
+
+def _ask_health(port: int) -> None:
+    connection = HTTPConnection(ports.LOOPBACK, port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        status = connection.getresponse().status
+    except (OSError, HTTPException) as error:
+        raise NotReady(f"nothing answers on port {port} yet") from error
+    finally:
+        connection.close()
+    if status != 200:
+        raise NotReady(f"/health answers {status}")

@@ -2,8 +2,11 @@
 
 import os
 import tempfile
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from activities.chat import Chat
 from activities.play import rehearse
@@ -12,10 +15,12 @@ from domain.capabilities import BUILT_IN, missing, of_vllm
 from domain.config import RunConfig
 from domain.data import TaskStream
 from domain.environments import Source
-from domain.errors import ConfigError
+from domain.errors import ConfigError, RollbookError
 from domain.services import vllm_python
 from storage import datasets
 from trainer import folders
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +44,12 @@ def check(config: RunConfig, *, own_engine: bool = False) -> Plan:
         ConfigError: names the thing, the value and the remedy.
     """
     check_engine(config, own=own_engine)
-    source = sources.load(config)
-    stream = datasets.open_stream(config)
+    source = _imported("tasks.source", config.tasks.source, lambda: sources.load(config))
+    stream = _imported("tasks.dataset", config.tasks.dataset, lambda: datasets.open_stream(config))
     check_parts(config, source, stream)
     if config.evaluation is not None:
-        datasets.read_tasks(config.evaluation.dataset, root=Path(config.root))
+        key, dataset, root = "evaluation.dataset", config.evaluation.dataset, Path(config.root)
+        _imported(key, dataset, lambda: datasets.read_tasks(dataset, root=root, key=key))
     return Plan(tasks=len(stream.tasks), batches=stream.batches)
 
 
@@ -84,3 +90,17 @@ def check_parts(config: RunConfig, source: Source, stream: TaskStream) -> None:
         folders.check_context(folder, config)
         chat = Chat.open(folder, renderer=config.model.renderer)
         rehearse(source, stream.batch(0), config=config, chat=chat)
+
+
+def _imported(key: str, reference: str, load: Callable[[], T]) -> T:
+    """What the user's own module gives; where that raises, says at which line."""
+    try:
+        return load()
+    except RollbookError:
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise ConfigError(
+            f"{key} = {reference!r} raises {type(error).__name__}: {error} ({last.filename}, line "
+            f"{last.lineno}); mend that module"
+        ) from error

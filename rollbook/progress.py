@@ -1,50 +1,73 @@
 """What a person sees while a run goes on: a live panel on a terminal, a line per step elsewhere."""
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from domain.config import RunConfig
-from rollbook.output import print_json, show
+from rollbook.output import print_event, show
 from rollbook.stack.supervise import Report, State
 from storage import reports
 from storage.database import Ledger, Tx
 
 Row = dict[str, Any]
 
-# Column of the step table -> metric of the step record.
 COLUMNS = {
     "reward": "reward/mean",
-    "loss": "loss/pg",
+    "loss": "loss",
     "lag": "lag/mean",
-    "length": "length/mean",
+    "length": "length/admitted",
+    "kl": "mismatch/kl",
     "tok/s": "tokens_per_second",
-    "waited s": "waited",
 }
-_BARS = " ▁▂▃▄▅▆▇█"
+"""Column of the step table -> metric of the step record."""
+
+_BARS = "▁▂▃▄▅▆▇█"
 _SHOWN_STEPS = 8
 
 
 class Progress:
     """Follows one run through the ledger; `refresh` is called now and then."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger, console: Console, *, json: bool) -> None:
-        """Follow `config.name` from the ledger's present state on."""
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        console: Console,
+        *,
+        json: bool,
+        after: int = -1,
+        links: Mapping[str, str] = {},
+    ) -> None:
+        """Follow a run.
+
+        Args:
+            config: the run's.
+            ledger: where it is read.
+            console: where it is shown.
+            json: print events for programs instead.
+            after: steps up to this one are not told again; the panel shows them.
+            links: where else to look, for the panel's last lines.
+        """
+        self.steps: list[Row] = []
         self._config = config
         self._ledger = ledger
         self._console = console
         self._json = json
-        self._steps: list[Row] = []
-        self._last = -1
+        self._told = after
+        self._links = links
         self._live: Live | None = None
+        self._began: tuple[float, int] | None = None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         if self._console.is_terminal and not self._json:
             self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()
@@ -54,66 +77,132 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def refresh(self, processes: Sequence[Report]) -> None:
+    def note(self, text: str) -> None:
+        """Something that is no step."""
+        if self._json:
+            print_event("note", text=text)
+        else:
+            self._console.print(text, style="yellow", markup=False, highlight=False)
+
+    def refresh(self, processes: Sequence[Report] = ()) -> None:
         """Read what is new in the ledger and show it."""
+        last = self.steps[-1]["step"] if self.steps else -1
 
         def read(tx: Tx) -> tuple[list[Row], Row | None, Row | None]:
             name = self._config.name
             return (
-                reports.steps(tx, name, after=self._last),
+                reports.steps(tx, name, after=last),
                 reports.waiting(tx, name),
                 reports.balance(tx, name),
             )
 
         fresh, waiting, balance = self._ledger.call(read)
-        self._steps += fresh
-        if fresh:
-            self._last = fresh[-1]["step"]
+        self.steps += fresh
+        if self._began is None and self.steps:
+            self._began = time.monotonic(), self.steps[-1]["step"]
         if self._live is not None:
-            self._live.update(self._panel(waiting, balance, processes))
+            self._live.update(self.panel(waiting, balance, processes))
             return
         for step in fresh:
+            if step["step"] <= self._told:
+                continue
             if self._json:
-                print_json(step)
+                print_event("step", **step)
             else:
                 self._console.print(step_line(step, self._config.steps), highlight=False)
 
-    def _panel(
+    def panel(
         self, waiting: Row | None, balance: Row | None, processes: Sequence[Report]
-    ) -> Panel:
-        table = Table(expand=True, header_style="bold", box=None)
-        for column in ("step", "version", "groups", *COLUMNS):
-            table.add_column(column, justify="right")
-        for step in self._steps[-_SHOWN_STEPS:]:
-            metrics = step["metrics"] or {}
-            cells = [step["step"], step["version"], step["groups"]]
-            cells += [metrics.get(name) for name in COLUMNS.values()]
-            table.add_row(*(show(cell) for cell in cells))
-        rewards = [
-            value
-            for step in self._steps
-            if (value := (step["metrics"] or {}).get("reward/mean")) is not None
-        ]
-        lines: list[Any] = [table]
-        if rewards:
-            lines.append(Text(f"reward  {sparkline(rewards)}  {rewards[-1]:.3f}", style="green"))
+    ) -> RenderableType:
+        """The run at a glance."""
+        lines: list[RenderableType] = [self._bar(), Text(), self._table()]
+        if rewards := self._rewards():
+            line = Text("\nreward   ", style="green")
+            line.append(sparkline(rewards))
+            line.append(f"  {rewards[0]:.3f} → {rewards[-1]:.3f}")
+            lines.append(line)
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="dim")
+        facts.add_column()
         if waiting:
-            lines.append(Text(waiting_line(waiting), style="cyan"))
+            facts.add_row("now", Text(waiting_line(waiting), style="cyan"))
         if balance:
             shown = ("drawn", "registered", "submitted", "queue", "trained", "abandoned", "expired")
-            lines.append(Text("groups  " + "  ".join(f"{k} {balance[k]}" for k in shown)))
-        lines.append(Text("  ".join(process_word(report) for report in processes), style="dim"))
-        done = f"step {self._last + 1} of {self._config.steps or '?'}"
-        return Panel(Group(*lines), title=f"rollbook · {self._config.name} · {done}")
+            facts.add_row("groups", "  ".join(f"{k} {balance[k]}" for k in shown if balance[k]))
+        if processes:
+            words = "  ".join(process_word(report) for report in processes)
+            facts.add_row("processes", Text(words))
+        for what, where in self._links.items():
+            facts.add_row(what, Text(where))
+        lines.append(facts)
+        title = f"[bold]rollbook[/bold] · {self._config.name}"
+        return Panel(Group(*lines), title=title, title_align="left", border_style="dim")
+
+    def _rewards(self) -> list[float]:
+        found = ((step["metrics"] or {}).get("reward/mean") for step in self.steps)
+        return [reward for reward in found if reward is not None]
+
+    def _bar(self) -> RenderableType:
+        done = self.steps[-1]["step"] + 1 if self.steps else 0
+        target = self._config.steps
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
+        if target is None:
+            grid.add_row(f"step {done}", "", "")
+        else:
+            bar = ProgressBar(total=target, completed=done)
+            grid.add_row(f"step {done} of {target}", bar, self._remaining(done, target))
+        return grid
+
+    def _remaining(self, done: int, target: int) -> str:
+        if self._began is None:
+            return "starting"
+        since, first = self._began
+        here = done - 1 - first
+        if here < 1:
+            return ""
+        left = round((time.monotonic() - since) / here * (target - done))
+        return f"{left // 60}:{left % 60:02} left"
+
+    def _table(self) -> Table:
+        table = Table(expand=True, header_style="bold", box=None, pad_edge=False)
+        for column in ("step", "version", "groups", *COLUMNS, "waited s"):
+            table.add_column(column, justify="right")
+        for step in self.steps[-_SHOWN_STEPS:]:
+            table.add_row(
+                *(show(step[name]) for name in ("step", "version", "groups")),
+                *(show_metric(name, step["metrics"] or {}) for name in COLUMNS.values()),
+                show(waited(step["metrics"] or {})),
+                style=None if step["updated"] else "dim",
+            )
+        return table
+
+
+def waited(metrics: Mapping[str, Any]) -> float:
+    """Seconds for which the trainer had nothing to do before the step."""
+    return sum(float(s) for name, s in metrics.items() if name.startswith("waited/"))
+
+
+def show_metric(name: str, metrics: Mapping[str, Any]) -> str:
+    """A metric's value for people."""
+    value = metrics.get(name)
+    if name == "tokens_per_second" and value is not None:
+        return f"{value:.0f}"
+    return show(value)
 
 
 def step_line(step: Mapping[str, Any], steps: int | None) -> str:
     """One applied step as a line of text."""
     metrics = step["metrics"] or {}
-    facts = [f"{k} {show(metrics[name])}" for k, name in COLUMNS.items() if name in metrics]
-    head = f"step {step['step']}" + (f"/{steps}" if steps else "")
+    facts = [f"{k} {show_metric(name, metrics)}" for k, name in COLUMNS.items() if name in metrics]
+    head = f"step {step['step'] + 1}" + (f"/{steps}" if steps else "")
     tail = "" if step["updated"] else f"  no update: {step['cause']}"
-    return f"{head}  v{step['version']}  groups {step['groups']}  " + "  ".join(facts) + tail
+    waiting = f"  waited {waited(metrics):.1f} s"
+    return (
+        f"{head}  v{step['version']}  groups {step['groups']}  " + "  ".join(facts) + waiting + tail
+    )
 
 
 def waiting_line(waiting: Mapping[str, Any]) -> str:
@@ -123,6 +212,8 @@ def waiting_line(waiting: Mapping[str, Any]) -> str:
         f"{waiting['ready']} groups ready",
         f"{waiting['running']} sampling",
     ]
+    if waiting["state"] not in ("running", "creating"):
+        parts.insert(0, str(waiting["state"]))
     if waiting["publish_due"]:
         parts.append("publishing")
     if waiting["publish_held_by"]:
@@ -132,7 +223,7 @@ def waiting_line(waiting: Mapping[str, Any]) -> str:
             f"held by group {waiting['binding_group']} (due at v{waiting['binding_deadline']}) "
             f"since {waiting['held_since']:%H:%M:%S}"
         )
-    return "now     " + " · ".join(parts)
+    return " · ".join(parts)
 
 
 def process_word(report: Report) -> str:
@@ -141,10 +232,10 @@ def process_word(report: Report) -> str:
     return f"{word} ({report.restarts} restarts)" if report.restarts else word
 
 
-def sparkline(values: Sequence[float], width: int = 60) -> str:
+def sparkline(values: Sequence[float], width: int = 50) -> str:
     """The values between 0 and their maximum as bars, averaged down to `width` characters."""
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     top = max(*means, 1e-9) if len(means) > 1 else max(means[0], 1e-9)
-    return "".join(_BARS[max(0, min(8, round(8 * value / top)))] for value in means)
+    return "".join(_BARS[max(0, min(7, round(7 * value / top)))] for value in means)

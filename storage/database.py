@@ -189,13 +189,18 @@ def _finite(value: Any) -> Any:
 
 
 def upgrade(url: str) -> None:
-    """Migrate the ledger to this code's schema; does nothing if it is there already."""
+    """Migrate the ledger to this code's schema; does nothing if it is there already.
+
+    Raises:
+        SchemaMismatch: a newer rollbook made it.
+    """
     # Here alone: every worker imports this module, and none of them migrates (18 MB, 0.2 s).
     from alembic import command
     from alembic.config import Config
     from sqlalchemy import create_engine
     from sqlalchemy.pool import NullPool
 
+    _refuse_newer(_revision(url), _known())
     engine = create_engine(
         "postgresql+psycopg://", creator=lambda: psycopg.connect(url), poolclass=NullPool
     )
@@ -216,21 +221,30 @@ def check_schema(url: str) -> None:
     Raises:
         SchemaMismatch: the schema is missing, older (upgrade it) or newer (update rollbook).
     """
-    known = {module.name.partition("_")[0] for module in MIGRATIONS.glob("versions/[0-9]*.py")}
+    known = _known()
     head = max(known)
     found = _revision(url)
     if found == head:
         return
     if found is None:
         raise SchemaMismatch("the database holds no ledger; run `rollbook db upgrade`")
-    if found in known:
-        raise SchemaMismatch(
-            f"the ledger's schema is at revision {found}, this code needs {head}; run "
-            "`rollbook db upgrade`"
-        )
+    _refuse_newer(found, known)
     raise SchemaMismatch(
-        f"the ledger's schema is at revision {found}, which this code (at {head}) does not know: "
-        "a newer rollbook made it; update rollbook"
+        f"the ledger's schema is at revision {found}, this code needs {head}; run "
+        "`rollbook db upgrade`"
+    )
+
+
+def _known() -> set[str]:
+    return {module.name.partition("_")[0] for module in MIGRATIONS.glob("versions/[0-9]*.py")}
+
+
+def _refuse_newer(found: str | None, known: set[str]) -> None:
+    if found is None or found in known:
+        return
+    raise SchemaMismatch(
+        f"the ledger's schema is at revision {found}, which this code (at {max(known)}) does not "
+        "know: a newer rollbook made it; update rollbook"
     )
 
 

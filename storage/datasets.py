@@ -40,34 +40,42 @@ def refuse_own_loop(config: RunConfig) -> None:
         )
 
 
-def read_tasks(dataset: str, *, root: Path) -> list[Task]:
+def read_tasks(dataset: str, *, root: Path, key: str = "tasks.dataset") -> list[Task]:
     """The tasks of a JSONL file or of `module:name`, in file order.
+
+    Args:
+        dataset: the file or the object.
+        root: folder in which both are looked for first.
+        key: of the configuration, for messages.
 
     Raises:
         ConfigError: names the file or object, the row and what is wrong with it.
     """
     if dataset.endswith((".jsonl", ".ndjson")):
-        return _read_jsonl(root / dataset)
+        return _read_jsonl(root / dataset, key)
     if ":" not in dataset:
         raise ConfigError(
-            f"tasks.dataset = {dataset!r} is neither a .jsonl file nor of the form module:name"
+            f"{key} = {dataset!r} is neither a .jsonl file nor of the form module:name"
         )
-    value = resolve(dataset, root=root, key="tasks.dataset")
+    value = resolve(dataset, root=root, key=key)
     if callable(value):
         value = value()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ConfigError(
-            f"tasks.dataset = {dataset!r} is a {type(value).__name__}; it must be a sequence of "
+            f"{key} = {dataset!r} is a {type(value).__name__}; it must be a sequence of "
             "tasks, or a function that returns one"
         )
     return as_tasks(enumerate(value), origin=dataset)
 
 
-def _read_jsonl(path: Path) -> list[Task]:
+def _read_jsonl(path: Path, key: str) -> list[Task]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read data set {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"{key}: cannot read data set {path}: {error.strerror}; paths are relative to the "
+            "configuration file"
+        ) from error
     # Bytes are split on newlines alone: splitlines() on text would also split on U+2028, which
     # JSON strings may hold. An empty line keeps its number and makes no task.
     lines = enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)

@@ -1,8 +1,8 @@
 """Stored weights that nothing can ask for again. What is needed is derived from rows, never counted.
 
 A version's objects may go when it is retired (no rollout pins it and no engine lists it: see
-`versions.retire`), no checkpoint that is kept stands at it, and no other run's row names the same
-objects. So the newest durable version stays, and so does whatever a fork began with.
+`versions.retire`), no checkpoint that is kept stands at it, no evaluation is due for it, and no
+other run's row names the same objects. So the newest durable version stays, and so does whatever a fork began with.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,6 +47,11 @@ def unneeded_weights(tx: Tx, run: str) -> list[tuple[int, str]]:
             AND NOT EXISTS (SELECT 1 FROM policy_versions o
                 WHERE o.weights_key = p.weights_key AND o.run_id <> p.run_id
                     AND o.state <> 'deleted')
+            AND NOT EXISTS (SELECT 1 FROM steps t JOIN runs r USING (run_id)
+                WHERE (t.run_id, t.version_before) = (p.run_id, p.version)
+                    AND t.step %% (r.config #>> '{run,evaluation,every}')::int = 0
+                    AND NOT EXISTS (SELECT 1 FROM evaluations v
+                        WHERE (v.run_id, v.version) = (p.run_id, p.version)))
         ORDER BY p.version
         """,
         (run,),

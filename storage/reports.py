@@ -22,6 +22,19 @@ def runs(tx: Tx) -> list[Row]:
     ).fetchall()
 
 
+def trainer(tx: Tx, run: str) -> Row:
+    """Who holds the run's lease, if anybody, and for how many seconds yet."""
+    row = tx.execute(
+        """
+        SELECT trainer_holder AS holder,
+               greatest(extract(epoch FROM trainer_lease_until - now()), 0)::float8 AS lease_left
+          FROM ledger.runs WHERE run_id = %s
+        """,
+        (run,),
+    ).fetchone()
+    return row or {"holder": None, "lease_left": None}
+
+
 def waiting(tx: Tx, run: str) -> Row | None:
     """What the run waits for now: ready and running groups, slack, a due or held publication.
 

@@ -1,60 +1,73 @@
 """`rollbook db`: the ledger's schema."""
 
-import os
 import secrets
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import psycopg
 import typer
 from psycopg import conninfo
 
 from domain.errors import ConfigError
-from rollbook.connect import STATE, open_looking
-from rollbook.output import console, print_json
+from rollbook.connect import STATE, database_url, ledger_at
+from rollbook.output import print_json, say
 from storage import reader as readers
 from storage.database import check_schema
 from storage.database import upgrade as upgrade_schema
 
 app = typer.Typer(no_args_is_help=True, help="The ledger's schema.")
 
-Url = Annotated[str | None, typer.Option(help="Default: ROLLBOOK_DATABASE_URL.")]
+Url = Annotated[
+    str | None,
+    typer.Option(help="Default: ROLLBOOK_DATABASE_URL, or else the local stack's."),
+]
+State = Annotated[Path, typer.Option(help="Folder of the local stack.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-def _url(url: str | None) -> str:
-    found = url or os.environ.get("ROLLBOOK_DATABASE_URL")
-    if not found:
-        raise ConfigError("no database given; set ROLLBOOK_DATABASE_URL or pass --url")
-    return found
+@contextmanager
+def _address(url: str | None, state: Path) -> Iterator[str]:
+    try:
+        if url is not None:
+            yield url
+        else:
+            with database_url(state) as found:
+                yield found
+    except psycopg.Error as error:
+        raise ConfigError(
+            f"no connection to the database: {str(error).strip()}; check --url or "
+            "ROLLBOOK_DATABASE_URL"
+        ) from error
 
 
 @app.command()
-def upgrade(
-    url: Url = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def upgrade(url: Url = None, state: State = STATE, json: Json = False) -> None:
     """Bring the ledger's schema to the one this code needs.
 
     Example: `rollbook db upgrade --url postgresql://rollbook@localhost/rollbook`
     """
-    upgrade_schema(_url(url))
+    with _address(url, state) as address:
+        upgrade_schema(address)
     if json:
-        print_json({"schema": "head"})
+        print_json({"schema": "matches"})
     else:
-        console.print("the ledger's schema is up to date")
+        say("the ledger's schema is up to date")
 
 
 @app.command()
-def check(
-    url: Url = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def check(url: Url = None, state: State = STATE, json: Json = False) -> None:
     """Refuse (exit code 2) when the schema is missing, older or newer than this code.
 
     Example: `rollbook db check`
     """
-    check_schema(_url(url))
+    with _address(url, state) as address:
+        check_schema(address)
     if json:
         print_json({"schema": "matches"})
     else:
-        console.print("the ledger's schema matches this code")
+        say("the ledger's schema matches this code")
 
 
 @app.command()
@@ -64,17 +77,17 @@ def reader(
         str | None,
         typer.Option(envvar="ROLLBOOK_READER_PASSWORD", help="Default: a new random one."),
     ] = None,
-    state: Annotated[Path, typer.Option(help="Folder of the local stack.")] = STATE,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    state: State = STATE,
+    json: Json = False,
 ) -> None:
     """Make a role that can read the ledger and nothing else, and print its URL.
 
     Example: `psql "$(rollbook db reader)"`
     """
     chosen = password or secrets.token_hex(12)
-    with open_looking(state) as looking:
-        looking.ledger.call(readers.grant, name, chosen)
-        url = reader_url(looking.services.database_url, name, chosen)
+    with database_url(state) as address, closing(ledger_at(address, own=False)) as ledger:
+        ledger.call(readers.grant, name, chosen)
+        url = reader_url(address, name, chosen)
     if json:
         print_json({"url": url})
     else:

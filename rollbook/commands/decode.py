@@ -55,7 +55,7 @@ def decode(
 
     Example: `rollbook decode reverse3 42 0`
     """
-    with open_looking(state) as looking:
+    with open_looking(state, store=True) as looking:
         facts, recorded = looking.ledger.call(_read, run, group, sample, attempt)
         tokenizer = _tokenizer(looking, run, state)
     parts = [part for key, each in recorded for part in _parts(tokenizer, key, each)]

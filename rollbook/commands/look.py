@@ -4,22 +4,36 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import psycopg
 import typer
+from rich.live import Live
 
 from activities import waits
 from domain.errors import ConfigError
 from domain.waits import Wait
-from rollbook.connect import STATE, Looking, open_ledger, open_looking
-from rollbook.output import console, print_facts, print_json, print_table
+from rollbook.connect import STATE, Looking, is_up, open_ledger, open_looking
+from rollbook.output import (
+    command,
+    console,
+    print_event,
+    print_facts,
+    print_json,
+    print_table,
+    say,
+    table_of,
+)
+from rollbook.progress import Progress
 from storage import reports
 from storage import runs as ledger_runs
 from storage.database import Ledger, Tx
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 State = Annotated[Path, typer.Option(help="Folder of the local stack.")]
+_ALIVE = ("creating", "running", "paused")
+_POLL_S = 1.0
+
 Run = Annotated[str, typer.Argument(help="Name of the run.")]
 
 Row = dict[str, Any]
@@ -34,7 +48,9 @@ def register(app: typer.Typer) -> None:
 
 def status(
     run: Annotated[str | None, typer.Argument(help="Name of the run; default: all.")] = None,
-    watch: Annotated[bool, typer.Option(help="Show it again every second.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Follow it live until it ends, or Ctrl-C.")
+    ] = False,
     state: State = STATE,
     json: Json = False,
 ) -> None:
@@ -42,16 +58,44 @@ def status(
 
     Example: `rollbook status reverse3`
     """
+    if watch and not is_up(state):
+        raise ConfigError(
+            f"nothing runs in {state}, so there is nothing to watch; leave --watch out to see how "
+            "things stand"
+        )
     with open_ledger(state) as ledger:
+        if watch:
+            _watch(ledger, run, state, json)
+        elif run is None:
+            _show_runs(ledger, json)
+        else:
+            _show_run(ledger, run, state, json)
+
+
+def _watch(ledger: Ledger, run: str | None, state: Path, json: bool) -> None:
+    """Until the run ends."""
+    if run is None:
+        _watch_runs(ledger, json)
+    found = ledger.call(ledger_runs.read, run)
+    links = {"look closer": command("inspect", run, state=state)}
+    with Progress(found.config, ledger, console, json=json, links=links) as progress:
+        while ledger.call(ledger_runs.read, run).state in _ALIVE:
+            progress.refresh()
+            time.sleep(_POLL_S)
+        progress.refresh()
+    if not json:
+        say(f"run {run} is {ledger.call(ledger_runs.read, run).state}")
+
+
+def _watch_runs(ledger: Ledger, json: bool) -> NoReturn:
+    with Live(console=console, auto_refresh=False) as live:
         while True:
-            if run is None:
-                _show_runs(ledger, json)
-            else:
-                _show_run(ledger, run, json)
-            if not watch:
-                return
-            time.sleep(1)
-            console.clear()
+            rows = ledger.call(reports.runs)
+            if json:
+                print_event("runs", runs=rows)
+            elif rows:
+                live.update(table_of(rows, title="runs"), refresh=True)
+            time.sleep(_POLL_S)
 
 
 def _show_runs(ledger: Ledger, json: bool) -> None:
@@ -62,7 +106,7 @@ def _show_runs(ledger: Ledger, json: bool) -> None:
         print_table(rows, title="runs", empty="none yet; start one with `rollbook run CONFIG.toml`")
 
 
-def _show_run(ledger: Ledger, run: str, json: bool) -> None:
+def _show_run(ledger: Ledger, run: str, state: Path, json: bool) -> None:
     def read(tx: Tx) -> dict[str, Any]:
         found = ledger_runs.read(tx, run)
         steps = reports.steps(tx, run, after=found.next_step - 2)
@@ -74,6 +118,7 @@ def _show_run(ledger: Ledger, run: str, json: bool) -> None:
             "of": found.config.steps,
             "version": found.version,
             "durable_step": found.durable_step,
+            "trainer": reports.trainer(tx, run),
             "waiting": reports.waiting(tx, run),
             "balance": reports.balance(tx, run),
             "resubmissions": reports.resubmissions(tx, run),
@@ -86,12 +131,18 @@ def _show_run(ledger: Ledger, run: str, json: bool) -> None:
         print_json(facts)
         return
     head = {k: facts[k] for k in ("state", "failure", "step", "of", "version", "durable_step")}
+    head["trainer"] = facts["trainer"]["holder"]
     print_facts({k: v for k, v in head.items() if v is not None}, title=f"run {run}")
+    if facts["state"] in _ALIVE and not facts["trainer"]["lease_left"]:
+        say(
+            f"no trainer is at work; `{command('resume', run, state=state)}` goes on",
+            style="yellow",
+        )
     for part in ("waiting", "balance"):
         if facts[part]:
             print_facts(facts[part], title=part)
     if facts["last_step"]:
-        print_facts(facts["last_step"]["metrics"] or {}, title="last step")
+        print_facts(dict(sorted((facts["last_step"]["metrics"] or {}).items())), title="last step")
     print_table(facts["resubmissions"], title="resubmitted", empty="nothing")
     print_table(facts["violations"], title="ledger violations", empty="none")
 
@@ -206,9 +257,9 @@ def sql(
         # bytes: the user's own text, on purpose; prepared: one statement, so no COMMIT gets in
         try:
             cursor = tx.execute(query.encode(), prepare=True)
-        except (psycopg.ProgrammingError, psycopg.DataError, psycopg.InternalError) as error:
-            raise ConfigError(f"Postgres refuses the statement: {error}") from error
-        return cursor.fetchall() if cursor.description else []
+            return cursor.fetchall() if cursor.description else []
+        except psycopg.Error as error:
+            raise ConfigError(f"Postgres refuses the statement: {str(error).strip()}") from error
 
     with open_ledger(state) as ledger:
         rows = ledger.call(ask)

@@ -5,6 +5,7 @@ in the environment (`domain.services.VARIABLES`).
 """
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -17,9 +18,10 @@ from domain import holders
 from domain.errors import Fenced
 from domain.services import vllm_python
 from rollbook.connect import STATE, services_for
-from rollbook.output import console, print_json
+from rollbook.output import console, log_to_stderr, print_event, print_json, say
 
 State = Annotated[Path, typer.Option(help="Folder of the local stack.")]
+Json = Annotated[bool, typer.Option("--json", help="Log JSON lines.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -43,6 +45,7 @@ def worker(
         float, typer.Option(help="Seconds before a ledger worker sweeps up what has got lost.")
     ] = 60.0,
     state: State = STATE,
+    json: Json = False,
 ) -> None:
     """Run one worker until it is told to stop (SIGTERM drains).
 
@@ -50,6 +53,7 @@ def worker(
     """
     from rollbook.workers import run_worker
 
+    log_to_stderr(logging.INFO, json=json)
     services = services_for(state)
     asyncio.run(
         run_worker(
@@ -69,6 +73,7 @@ def trainer(
         bool, typer.Option(help="Take the lease from a holder that is alive.")
     ] = False,
     state: State = STATE,
+    json: Json = False,
 ) -> None:
     """Train a run that exists in the ledger, until its end or SIGTERM.
 
@@ -80,6 +85,7 @@ def trainer(
     """
     from trainer.loop import run as train
 
+    log_to_stderr(logging.INFO, json=json)
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
@@ -91,11 +97,12 @@ def trainer(
             force=force,
             stop=lambda: bool(stopping),
         )
-    except Fenced as lost:
-        final = (
-            f"left to another trainer ({lost})"  # started again, it would only fight for the run
-        )
-    console.print(f"run {run}: {final}", highlight=False, markup=False, soft_wrap=True)
+    except Fenced as lost:  # started again, it would only fight for the run
+        final = f"left to another trainer ({lost})"
+    if json:
+        print_event("end", run=run, state=final)
+    else:
+        say(f"run {run}: {final}")
 
 
 def engine(
@@ -127,11 +134,13 @@ def engine(
         str | None, typer.Option(help="vllm: base URL of a server that somebody else keeps.")
     ] = None,
     state: State = STATE,
+    json: Json = False,
 ) -> None:
     """Run an inference engine: the built-in one, or a vLLM server with its front.
 
     Example: `rollbook engine --port 8100`
     """
+    log_to_stderr(logging.INFO, json=json)
     if kind == "builtin":
         from engine.main import serve
 

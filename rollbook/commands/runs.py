@@ -1,45 +1,42 @@
-"""`run`, `resume`, `create`, `close`, `pause` and `unpause`: the life of a run."""
+"""`run`, `resume`, `create`, `pause` and `unpause`: the life of a run."""
 
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from domain import sources
+from domain import holders
 from domain.config import RunConfig
-from domain.environments import samples_at_gateway
-from domain.errors import ConfigError, RunExists
+from domain.errors import RunExists, RunHeld
 from domain.risks import acknowledged
-from domain.services import VARIABLES, Services
-from rollbook import preflight
-from rollbook.commands.stack import show_stack
-from rollbook.connect import STATE, open_ledger, services_for
-from rollbook.launch import Job
-from rollbook.output import console, print_json, print_table
-from rollbook.progress import Progress
+from domain.services import VARIABLES
+from rollbook import attend, preflight
+from rollbook.commands.stack import facts, show_stack
+from rollbook.connect import STATE, check_external_ledger, ledger_of, open_ledger
+from rollbook.output import command, print_event, print_json, say
 from rollbook.stack.stack import Stack
-from rollbook.stack.supervise import State as ProcessState
-from storage import datasets
+from storage import datasets, fork, reports
 from storage import runs as ledger_runs
-from storage.database import Ledger, check_schema, upgrade
+from storage.database import Ledger, Tx
+from storage.runs import Run
 
 State = Annotated[Path, typer.Option(help="Folder of the local stack, its data and logs.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON: a document per step and one at the end.")
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Events = Annotated[
+    bool, typer.Option("--json", help="Print JSON lines: an event for each step and the end.")
 ]
 Config = Annotated[Path, typer.Argument(help="Run configuration (TOML).")]
 Name = Annotated[str, typer.Argument(help="Name of the run.")]
 
-_POLL_S = 0.5
+_FORK_S = 30.0
+"""Lease of a fork: as long as its one transaction may take."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    for command in (run, resume, create, pause, unpause):
-        app.command()(command)
+    for each in (run, resume, create, pause, unpause):
+        app.command()(each)
 
 
 def run(
@@ -47,11 +44,14 @@ def run(
     name: Annotated[str | None, typer.Option(help="Instead of the name in the file.")] = None,
     fresh_name: Annotated[
         bool,
-        typer.Option(help="Number the name if a run of that name exists (reverse3, reverse3-2)."),
+        typer.Option(
+            "--fresh-name",
+            help="Number the name if a run of that name exists (reverse3, reverse3-2).",
+        ),
     ] = False,
     state: State = STATE,
-    json: Json = False,
-) -> int:
+    json: Events = False,
+) -> None:
     """Create a run and train it to its end, with everything it needs.
 
     Starts the local stack unless the environment names services, the engine, the workers and the
@@ -64,66 +64,58 @@ def run(
     if name is not None:
         loaded = RunConfig.parse(loaded.model_dump() | {"name": name}, origin="--name")
     plan = preflight.check(loaded, own_engine=_own_engine())
-    with Stack.up(state, environ=os.environ) as stack:
-        ledger = _ledger(stack)
-        try:
-            loaded = _create(ledger, loaded, fresh_name=fresh_name)
-            if not json:
-                show_stack(stack, json=False)
-                batches = "" if plan.batches is None else f" in {plan.batches} batches"
-                console.print(
-                    f"run [bold]{loaded.name}[/bold]: {plan.tasks} tasks{batches}; logs in "
-                    f"{state.resolve() / 'runs' / loaded.name / 'logs'}",
-                    highlight=False,
-                )
-                for risk in acknowledged(loaded):
-                    console.print(f"  {risk}", style="yellow", markup=False, highlight=False)
-            return _train(ledger, loaded, stack.services, state, force=False, json=json)
-        finally:
-            ledger.close()
+    check_external_ledger()
+    with Stack.up(state, environ=os.environ) as stack, ledger_of(stack) as ledger:
+        loaded = _create(ledger, loaded, fresh_name=fresh_name)
+        batches = "" if plan.batches is None else f" in {plan.batches} batches"
+        _say_start(stack, loaded, f"{plan.tasks} tasks{batches}", state, json=json)
+        code = attend.attend(ledger, loaded, stack.services, state, json=json)
+    raise typer.Exit(code)
 
 
 def resume(
     name: Name,
     from_step: Annotated[
-        int | None, typer.Option(help="Fork a new run from this durable checkpoint.")
+        int | None,
+        typer.Option(help="Close the run, and go on from this durable step as a new one."),
     ] = None,
     force: Annotated[
-        bool, typer.Option(help="Take the run from a trainer that still holds it.")
+        bool, typer.Option("--force", help="Take the run from a trainer that still holds it.")
     ] = False,
     state: State = STATE,
-    json: Json = False,
-) -> int:
+    json: Events = False,
+) -> None:
     """Go on with a run that crashed, failed or was closed, exactly where its ledger stands.
 
     Example: `rollbook resume reverse3`
     """
-    with Stack.up(state, environ=os.environ) as stack:
-        ledger = _ledger(stack)
-        try:
-            found = ledger.call(ledger_runs.read, name)
-            datasets.refuse_own_loop(found.config)
-            if from_step is not None:
-                from storage import fork
-
-                child = ledger.call(fork.fork, name, from_step)
-                console.print(f"forked run {child} from step {from_step} of {name}")
-                found = ledger.call(ledger_runs.read, child)
-            elif found.state == "finished":
-                console.print(f"run {name} is finished at step {found.next_step}; nothing to do")
-                return 0
-            preflight.check(found.config, own_engine=_own_engine())
-            if not json:
-                show_stack(stack, json=False)
-            return _train(ledger, found.config, stack.services, state, force=force, json=json)
-        finally:
-            ledger.close()
+    check_external_ledger()
+    with Stack.up(state, environ=os.environ) as stack, ledger_of(stack) as ledger:
+        found = ledger.call(ledger_runs.read, name)
+        datasets.refuse_own_loop(found.config)
+        preflight.check(found.config, own_engine=_own_engine())
+        if not force:
+            _refuse_held(ledger, found)
+        what = f"goes on at step {found.next_step}"
+        if from_step is not None:
+            found = _fork(ledger, name, from_step, force=force)
+            what = f"goes on from step {from_step} of {name}, which is closed"
+        elif found.state == "finished":
+            if json:
+                print_event("end", run=name, state=found.state, step=found.next_step, failure=None)
+            else:
+                say(f"run {name} is finished at step {found.next_step}; nothing to do")
+            return
+        _say_start(stack, found.config, what, state, json=json)
+        code = attend.attend(ledger, found.config, stack.services, state, force=force, json=json)
+    raise typer.Exit(code)
 
 
 def create(
     config: Config,
     exists_ok: Annotated[
-        bool, typer.Option(help="Succeed if the run exists with the same configuration.")
+        bool,
+        typer.Option("--exists-ok", help="Succeed if the run exists with the same configuration."),
     ] = False,
     state: State = STATE,
     json: Json = False,
@@ -134,19 +126,18 @@ def create(
     """
     loaded = RunConfig.load(config)
     preflight.check(loaded)
-    ledger = Ledger.open(services_for(state).database_url, pool=1, application="rollbook-cli")
-    try:
-        ledger.call(ledger_runs.create, loaded, world={})
-    except RunExists:
-        if not exists_ok or ledger.call(ledger_runs.read, loaded.name).config != loaded:
-            raise
-    finally:
-        ledger.close()
+    with open_ledger(state) as ledger:
+        try:
+            ledger.call(ledger_runs.create, loaded, world={})
+        except RunExists:
+            if not exists_ok or ledger.call(ledger_runs.read, loaded.name).config != loaded:
+                raise
     if json:
         print_json({"run": loaded.name})
     else:
-        console.print(
-            f"run {loaded.name} is registered; `rollbook trainer {loaded.name}` trains it"
+        say(
+            f"run {loaded.name} is registered; `{command('resume', loaded.name, state=state)}` "
+            "trains it here, `rollbook trainer` and `rollbook worker` on a cluster"
         )
 
 
@@ -160,7 +151,7 @@ def pause(name: Name, state: State = STATE, json: Json = False) -> None:
     if json:
         print_json({"run": name, "state": "paused"})
     else:
-        console.print(f"run {name} is paused; `rollbook unpause {name}` goes on")
+        say(f"run {name} is paused; `{command('unpause', name, state=state)}` goes on")
 
 
 def unpause(name: Name, state: State = STATE, json: Json = False) -> None:
@@ -173,22 +164,12 @@ def unpause(name: Name, state: State = STATE, json: Json = False) -> None:
     if json:
         print_json({"run": name, "state": "running"})
     else:
-        console.print(f"run {name} goes on")
+        say(f"run {name} goes on")
 
 
 def _own_engine() -> bool:
     """Whether the run starts an engine of its own, because the environment names none."""
     return not os.environ.get(VARIABLES["engines"])
-
-
-def _ledger(stack: Stack) -> Ledger:
-    """The stack's ledger; an embedded one is brought up to date, an external one must fit."""
-    url = stack.services.database_url
-    if "postgres" in stack.embedded:
-        upgrade(url)
-    else:
-        check_schema(url)
-    return Ledger.open(url, pool=4, application="rollbook-cli", patience_s=60)
 
 
 def _create(ledger: Ledger, config: RunConfig, *, fresh_name: bool) -> RunConfig:
@@ -207,56 +188,43 @@ def _create(ledger: Ledger, config: RunConfig, *, fresh_name: bool) -> RunConfig
             return config
 
 
-def _train(
-    ledger: Ledger, config: RunConfig, services: Services, state: Path, *, force: bool, json: bool
-) -> int:
-    """Run the processes until the trainer's end; the exit code."""
-    stopping: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: stopping.append(received))
-    gateway = samples_at_gateway(sources.load(config))
-    with Job(config, services, state, force=force, gateway=gateway) as job:
-        asked = False
-        with Progress(config, ledger, console, json=json) as progress:
-            while (ended := job.trainer_ended()) is None:
-                progress.refresh(job.supervisor.reports())
-                if stopping and not asked:
-                    asked = True
-                    job.stop_trainer()
-                time.sleep(_POLL_S)
-            progress.refresh(job.supervisor.reports())
-        found = ledger.call(ledger_runs.read, config.name)
-        if ended.state is ProcessState.FAILED and found.state == "running":
-            raise ConfigError(f"the trainer of run {config.name} broke: {ended.detail}")
-        if found.state == "finished" and config.evaluation is not None:
-            from rollbook.evaluation import evaluate
+def _refuse_held(ledger: Ledger, run: Run) -> None:
+    """A trainer that lives keeps its run; one of this host that is gone does not.
 
-            held_out = evaluate(ledger, job.services, config, found.version, cache=state / "cache")
-            if not json:
-                print_table(held_out, title="held-out evaluation", empty="no task")
-    _say_end(ledger, config, json=json)
-    return 1 if found.state == "failed" else 0
-
-
-def _say_end(ledger: Ledger, config: RunConfig, *, json: bool) -> None:
-    """How the run ended, and where to look."""
-    found = ledger.call(ledger_runs.read, config.name)
-    if json:
-        print_json(
-            {
-                "run": found.id,
-                "state": found.state,
-                "step": found.next_step,
-                "failure": found.failure,
-            }
+    Raises:
+        RunHeld: names the holder.
+    """
+    holder, left = ledger.call(reports.trainer, run.id).values()
+    here = holders.here().rpartition(":")[0]
+    if not left or holder is None or holder.rpartition(":")[0] != here:
+        return  # the trainer waits for a lease of elsewhere to run out
+    if not holders.is_gone(holder):
+        raise RunHeld(
+            f"run {run.id} is being trained by {holder}; look with `rollbook status {run.id}`, "
+            "stop that trainer, or take the run over with --force"
         )
+
+
+def _fork(ledger: Ledger, name: str, step: int, *, force: bool) -> Run:
+    """Close the run and create its child at a durable step, all or nothing."""
+
+    def rewind(tx: Tx) -> Run:
+        present = ledger_runs.holder(tx, name)
+        free = force or (present is not None and holders.is_gone(present))
+        epoch = ledger_runs.take_over(tx, name, holders.here(), lease_s=_FORK_S, force=free)
+        return ledger_runs.read(tx, fork.fork(tx, name, epoch, step))
+
+    return ledger.call(rewind)
+
+
+def _say_start(stack: Stack, config: RunConfig, what: str, state: Path, *, json: bool) -> None:
+    """Where everything is, before the first step."""
+    logs = state.resolve() / "runs" / config.name / "logs"
+    risks = acknowledged(config)
+    if json:
+        print_event("start", run=config.name, logs=str(logs), services=facts(stack), risks=risks)
         return
-    name = found.id
-    console.print(f"\nrun [bold]{name}[/bold] is {found.state} at step {found.next_step}")
-    if found.failure:
-        console.print(found.failure, style="red", markup=False, highlight=False)
-    if found.state in ("failed", "closed"):
-        console.print(f"  go on          rollbook resume {name}", highlight=False)
-    console.print(f"  where it stands  rollbook status {name}", highlight=False)
-    console.print('  ask in SQL       rollbook sql "SELECT * FROM reward_by_version"', markup=False)
-    console.print("  Temporal UI      rollbook up   (prints its address)", highlight=False)
+    show_stack(stack, json=False)
+    say(f"run {config.name}: {what}; logs in {logs}")
+    for risk in risks:
+        say(f"  {risk}", style="yellow")

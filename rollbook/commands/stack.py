@@ -4,12 +4,12 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rollbook.connect import STATE
-from rollbook.output import console, print_facts, print_json
+from rollbook.output import command, console, print_facts, print_json, say
 from rollbook.stack import background
 from rollbook.stack import stack as stacks
 from rollbook.stack.parts import PortWishes
@@ -50,16 +50,18 @@ def up(
     )
     if detach:
         with background.start(state, environ=os.environ, wishes=wishes) as stack:
-            upgrade(stack.services.database_url)
+            _migrate(stack)
             show_stack(stack, json=json)
         return
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     with Stack.up(state, environ=os.environ, wishes=wishes) as stack:
-        upgrade(stack.services.database_url)
+        _migrate(stack)
         show_stack(stack, json=json)
         if stack.supervisor is not None:
+            if not json:
+                say("Ctrl-C stops it; nothing is lost")
             stopping.wait()
 
 
@@ -72,23 +74,42 @@ def down(state: State = STATE, json: Json = False) -> None:
     if json:
         print_json({"stopped": stopped})
     else:
-        console.print("stopped" if stopped else f"no stack is up in {state}")
+        say("stopped" if stopped else f"no stack is up in {state}")
 
 
-def show_stack(stack: Stack, *, json: bool) -> None:
+def _migrate(stack: Stack) -> None:
+    """Bring a ledger of one's own up to date; that of others is left to `rollbook db upgrade`."""
+    if "postgres" in stack.embedded:
+        upgrade(stack.services.database_url)
+
+
+def facts(stack: Stack) -> dict[str, Any]:
     """Where the services listen; secrets stay in the state folder."""
     s = stack.services
-    facts = {
+    mine = "this process" if stack.supervisor is not None else "others (see the environment)"
+    return {
         "temporal": s.temporal_address,
-        "temporal ui": s.temporal_ui,
+        "temporal_ui": s.temporal_ui,
         "postgres": s.database_url.rpartition("@")[2],
         "s3": s.s3_endpoint,
         "state": str(stack.folder.path),
-        "run by": "this process" if stack.joined is None else f"process {stack.joined.pid}",
+        "run_by": mine if stack.joined is None else f"process {stack.joined.pid}",
     }
+
+
+def show_stack(stack: Stack, *, json: bool) -> None:
+    """Where the services listen, and what a person should know about them."""
     if json:
-        print_json({k.replace(" ", "_"): v for k, v in facts.items()})
+        print_json(facts(stack))
         return
-    print_facts({k: v for k, v in facts.items() if v}, title="local stack")
+    told = {name.replace("_", " "): value for name, value in facts(stack).items() if value}
+    print_facts(told, title="local stack")
     for note in stack.notes:
         console.print(f"note: {note}", style="yellow", highlight=False)
+    if stack.joined is not None:
+        console.print(
+            f"note: process {stack.joined.pid} runs this stack; it ends when that process does, or "
+            f"with `{command('down', state=stack.folder.path)}`",
+            style="yellow",
+            highlight=False,
+        )

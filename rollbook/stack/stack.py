@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -72,6 +73,9 @@ class Stack:
         if others:
             later = dict.fromkeys(parts.variables_of(embedded), "embedded")
             external.check(Services.from_environment({**environ, **later}), others)
+        if not (state / "lock").exists():  # nothing is made for a port that cannot be had
+            for name, port in (wishes or PortWishes()).asked().items():
+                ports.demand(port, parts.option(name))
         folder = StateFolder(state)
         try:
             if not embedded:
@@ -81,11 +85,7 @@ class Stack:
                 if (found := folder.published()) is not None:
                     return cls._join(folder, found, environ, embedded, wishes or PortWishes())
                 if time.monotonic() > end:
-                    raise ConfigError(
-                        f"process {_name(folder.holder())} holds {folder.path}, but its services "
-                        f"are not up after {timeout_s:g} s; stop it (`rollbook down`), or read "
-                        f"{folder.logs}"
-                    )
+                    raise _stalled(folder, timeout_s)
                 time.sleep(0.05)
             return cls._start(
                 folder, embedded, environ, wishes or PortWishes(), on_change, timeout_s
@@ -118,32 +118,12 @@ class Stack:
         on_change: Callable[[Report], None] | None,
         timeout_s: float,
     ) -> Self:
-        folder.withdraw()
-        if left := processes.reap_leftovers(folder.pids):
-            log.warning("ended what an earlier supervisor left behind: %s", ", ".join(left))
-        record = folder.record()
-        tries = 0
-        while True:
-            tries += 1
-            chosen = parts.choose_ports(embedded, wishes, record)
-            servers = Parts(folder.path, record, chosen, environ)
-            supervisor = Supervisor(folder.pids, on_change=on_change)
-            try:
-                servers.start(supervisor, embedded)
-                supervisor.wait_ready(timeout_s=timeout_s)
-                break
-            except BaseException as error:
-                supervisor.close()
-                # Somebody may have taken a port between our look and the server's.
-                raced = isinstance(error, ChildFailed) and not all(
-                    map(ports.is_free, chosen.values())
-                )
-                if not raced or tries == _PORT_TRIES:
-                    raise
+        servers, supervisor = _start_parts(
+            folder, embedded, environ, wishes, on_change=on_change, timeout_s=timeout_s
+        )
         services = Services.from_environment({**environ, **servers.addresses(embedded)})
-        folder.remember_ports(record, chosen)
         folder.publish(embedded, services)
-        notes = parts.moved(chosen, wishes)
+        notes = parts.moved(servers.ports, wishes)
         return cls(services, folder, embedded, notes=notes, supervisor=supervisor)
 
     @classmethod
@@ -174,6 +154,84 @@ class Stack:
         services = Services.from_environment({**environ, **told})
         external.check(services, embedded)
         return cls(services, folder, embedded, joined=found.owner)
+
+
+def _start_parts(
+    folder: StateFolder,
+    embedded: tuple[str, ...],
+    environ: Mapping[str, str],
+    wishes: PortWishes,
+    *,
+    on_change: Callable[[Report], None] | None = None,
+    timeout_s: float,
+) -> tuple[Parts, Supervisor]:
+    """Start the servers in a folder that this process holds, and wait until all answer."""
+    folder.withdraw()
+    if left := processes.reap_leftovers(folder.pids):
+        log.warning("ended what an earlier supervisor left behind: %s", ", ".join(left))
+    record = folder.record()
+    tries = 0
+    while True:
+        tries += 1
+        chosen = parts.choose_ports(embedded, wishes, record)
+        servers = Parts(folder.path, record, chosen, environ)
+        supervisor = Supervisor(folder.pids, on_change=on_change)
+        try:
+            servers.start(supervisor, embedded)
+            supervisor.wait_ready(timeout_s=timeout_s)
+            break
+        except BaseException as error:
+            supervisor.close()
+            # Somebody may have taken a port between our look and the server's.
+            raced = isinstance(error, ChildFailed) and not all(map(ports.is_free, chosen.values()))
+            if not raced or tries == _PORT_TRIES:
+                raise
+    folder.remember_ports(record, chosen)
+    return servers, supervisor
+
+
+@contextmanager
+def database(state: Path, *, environ: Mapping[str, str], timeout_s: float = 60.0) -> Iterator[str]:
+    """The folder's Postgres: that of the stack that is up, else started alone for the block.
+
+    It is not published: who wants the whole stack meanwhile waits for the block to end.
+
+    Args:
+        state: the folder; it should exist.
+        environ: as for `Stack.up`.
+        timeout_s: longest start.
+
+    Yields:
+        its address.
+
+    Raises:
+        ConfigError: somebody holds the folder and does not come up.
+        ChildFailed: it did not start; the end of its log is in the text.
+    """
+    folder = StateFolder(state)
+    try:
+        end = time.monotonic() + timeout_s
+        while not folder.hold():
+            if (found := folder.published()) is not None:
+                yield found.services.database_url
+                return
+            if time.monotonic() > end:
+                raise _stalled(folder, timeout_s)
+            time.sleep(0.05)
+        servers, supervisor = _start_parts(
+            folder, ("postgres",), environ, PortWishes(), timeout_s=timeout_s
+        )
+        with supervisor:
+            yield servers.postgres().url()
+    finally:
+        folder.release()
+
+
+def _stalled(folder: StateFolder, waited_s: float) -> ConfigError:
+    return ConfigError(
+        f"process {_name(folder.holder())} holds {folder.path}, but its services are not up after "
+        f"{waited_s:g} s; stop it (`rollbook down`), or read {folder.logs}"
+    )
 
 
 def down(state: Path, *, timeout_s: float = 60.0) -> bool:

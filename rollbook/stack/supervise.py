@@ -70,6 +70,8 @@ class Restart:
     """A child that was ready for so many seconds starts with a clean record."""
     deaths: int | None = None
     """Deaths in a row after which it is given up; None never."""
+    refusals: frozenset[int] = frozenset()
+    """Exit codes that say that another start would end the same way: given up at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +204,11 @@ class Supervisor:
         with self._changed:
             return [_report(child) for child in self._children.values()]
 
+    def describe(self, name: str) -> str:
+        """A child that is not well, in words, with the end of what its last process logged."""
+        with self._changed:
+            return _describe(self._children[name])
+
     def stop(self, *names: str) -> None:
         """Stop the named children (default: all) in parallel and wait until they are gone."""
         with self._changed:
@@ -210,6 +217,14 @@ class Supervisor:
                 child.wanted = False
             self._changed.notify_all()
             self._changed.wait_for(lambda: all(c.process is None for c in children))
+
+    def kill(self, *names: str) -> None:
+        """As `stop`, but with SIGKILL at once."""
+        with self._changed:
+            for name in names or self._children:
+                self._children[name].wanted = False
+                self._children[name].kill_at = 0.0
+        self.stop(*names)
 
     def close(self) -> None:
         """Stop everything and end the supervising thread."""
@@ -326,7 +341,11 @@ class Supervisor:
             self._enter(child, State.FAILED, child.detail)
         elif not child.wanted or (code == 0 and rule.after == "failure"):
             self._enter(child, State.FINISHED, "stopped" if not child.wanted else "exited 0")
-        elif rule.after == "never" or (rule.deaths is not None and child.deaths >= rule.deaths):
+        elif (
+            rule.after == "never"
+            or code in rule.refusals
+            or (rule.deaths is not None and child.deaths >= rule.deaths)
+        ):
             child.wanted = False
             self._enter(child, State.FAILED, child.detail or _exit_text(code))
         else:
