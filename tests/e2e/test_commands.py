@@ -47,6 +47,7 @@ def test_a_stack_of_its_own_and_a_run_beside_it(rollbook: Rollbook) -> None:
     assert rollbook.json("create", str(rollbook.configure(steps=30))) == {"run": "small"}
     assert rollbook.json("create", "small.toml", "--exists-ok") == {"run": "small"}
     assert "exists already" in rollbook("create", "small.toml", code=2)
+    assert "exists already" in rollbook("run", "small.toml", code=2)
 
     process = rollbook.start("resume", "small", "--json")
     until_step(process, 1)
@@ -73,8 +74,14 @@ def test_a_stack_of_its_own_and_a_run_beside_it(rollbook: Rollbook) -> None:
     assert process.wait(timeout=60) == 0
     assert end["state"] == "closed"
 
+    (held_out,) = rollbook.json(
+        *("evaluate", "small", "--version", "1", "--dataset", "reverse3:held_out")
+    )
+    assert (held_out["version"], held_out["n"]) == (1, 256)
     refused = rollbook("sql", "DROP TABLE runs", code=2)
     assert "read-only" in refused
+    missing = rollbook("resume", "small", "--from-step", "999", code=2)
+    assert "no durable checkpoint 999" in missing
     near = rollbook("status", "smal", code=2)
     assert "small" in near
     assert rollbook.json("down") == {"stopped": True}
@@ -85,8 +92,10 @@ def test_a_stack_in_the_foreground_ends_cleanly_on_sigterm(rollbook: Rollbook) -
     process = rollbook.start("up", "--json")
     assert process.stdout is not None
     text = ""
-    while not text.endswith("}\n"):
-        text += process.stdout.readline()
+    for line in process.stdout:
+        text += line
+        if line == "}\n":
+            break
     assert json.loads(text)["run_by"] == "this process"
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
