@@ -90,7 +90,7 @@ class Rollbook:
     def __call__(self, *arguments: str, code: int = 0, state: bool = True) -> str:
         """What the command prints on standard output; on standard error when it is refused."""
         process = self.start(*arguments, state=state)
-        out, err = process.communicate(timeout=110)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"
         return err if code else out
 

@@ -1,7 +1,8 @@
 """The `rollbook` command in a folder of its own."""
 
 import os
-import signal
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,17 +15,20 @@ from tests.command_line import Rollbook
 
 
 @pytest.fixture
-def rollbook(tmp_path: Path) -> Iterator[Rollbook]:
-    """The command line in a folder of its own."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o711)  # PostgreSQL, as nobody, must pass through
+def rollbook() -> Iterator[Rollbook]:
+    """The command line in a folder of its own, which PostgreSQL can enter as `nobody`.
+
+    Not below pytest's own: other sessions close that to all but its owner.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rollbook-e2e-"))
+    folder.chmod(0o711)
     environ = {k: v for k, v in os.environ.items() if k not in VARIABLES.values()}
-    environ |= {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
-    environ.pop("COLUMNS", None)
-    command = Rollbook(tmp_path, tmp_path / "state", environ)
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = Rollbook(folder, folder / "state", environ)
     yield command
     for process in command.started:
         if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         process.communicate()
     stack.down(command.state)
+    shutil.rmtree(folder)

@@ -11,7 +11,7 @@ import typer
 from rollbook.cli import app
 from tests.command_line import Rollbook, events, until_step
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -44,7 +44,7 @@ def test_a_stack_of_its_own_and_a_run_beside_it(rollbook: Rollbook) -> None:
     assert "is up to date" in rollbook("db", "upgrade")
     assert rollbook.json("db", "check") == {"schema": "matches"}
     assert rollbook.json("status") == []
-    assert rollbook.json("create", str(rollbook.configure(steps=30))) == {"run": "small"}
+    assert rollbook.json("create", str(rollbook.configure(steps=10_000))) == {"run": "small"}
     assert rollbook.json("create", "small.toml", "--exists-ok") == {"run": "small"}
     assert "exists already" in rollbook("create", "small.toml", code=2)
     assert "exists already" in rollbook("run", "small.toml", code=2)
@@ -71,7 +71,7 @@ def test_a_stack_of_its_own_and_a_run_beside_it(rollbook: Rollbook) -> None:
     assert "attempts" in rollbook("inspect", "small", "0")
     process.send_signal(signal.SIGTERM)
     *_, end = events(process)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=200) == 0
     assert end["state"] == "closed"
 
     (held_out,) = rollbook.json(
@@ -98,7 +98,7 @@ def test_a_stack_in_the_foreground_ends_cleanly_on_sigterm(rollbook: Rollbook) -
             break
     assert json.loads(text)["run_by"] == "this process"
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert (process.returncode, out, err) == (0, "", "")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.command_line import Rollbook, events, kill_everything, until_step
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 TWICE = (
     "SELECT group_id FROM queue WHERE state IN ('applied', 'trained') "
@@ -53,7 +53,7 @@ def test_ctrl_c_closes_a_run_and_resume_ends_it(rollbook: Rollbook) -> None:
     until_step(process, 1)
     process.send_signal(signal.SIGINT)
     *_, end = events(process)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=200) == 0
     assert (end["event"], end["state"]) == ("end", "closed")
     (row,) = rollbook.json("status")
     assert row["durable_step"] == row["step"] == end["step"]  # a stop saves everything
