@@ -71,6 +71,7 @@ def metrics(
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port.")] = 9464,
     state: State = STATE,
+    json: Json = False,
 ) -> None:
     """Serve the state of all runs to Prometheus, at /metrics.
 
@@ -85,7 +86,11 @@ def metrics(
     stopping = _stopping()
     with open_ledger(state) as ledger:
         server = prometheus.serve(ledger, host=host, port=port)
-        console.print(f"http://{host}:{server.server_port}/metrics", highlight=False)
+        url = f"http://{host}:{server.server_port}/metrics"
+        if json:
+            print_json({"url": url})
+        else:
+            console.print(url, highlight=False)
         stopping.wait()
         server.shutdown()
         server.server_close()
