@@ -13,6 +13,7 @@ from rollbook.output import console, print_json
 from rollbook.sinks import copies
 from storage import runs as ledger_runs
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 State = Annotated[Path, typer.Option(help="Folder of the local stack.")]
 
 ENDED = ("finished", "failed", "closed")
@@ -35,7 +36,7 @@ def log(
     follow: Annotated[bool, typer.Option(help="Go on until the run ends.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 5.0,
     state: State = STATE,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     """Copy a run's step records to JSONL, TensorBoard, Weights & Biases or MLflow.
 
