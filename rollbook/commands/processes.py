@@ -181,6 +181,7 @@ def gateway(
     port: Annotated[int, typer.Option(help="Port.")] = 8200,
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
     state: State = STATE,
+    json: Json = False,
 ) -> None:
     """Run the recording gateway: the OpenAI API for the programs of harness sources.
 
@@ -190,6 +191,7 @@ def gateway(
     """
     from rollbook.gateway import serve
 
+    log_to_stderr(logging.INFO, json=json)
     asyncio.run(serve(services_for(state), host=host, port=port, cache=state / "cache"))
 
 
