@@ -53,7 +53,7 @@ class Trained:
     def update(self, loss: Tensor) -> None:
         """One optimizer step."""
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
         self.updates += 1
