@@ -3,7 +3,10 @@
 import asyncio
 import inspect
 import math
+import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import copy_context
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -57,10 +60,40 @@ async def verdict(
     try:
         if inspect.iscoroutinefunction(function):
             return await guarded(where, function(*arguments), limit_s=limit_s)
-        value = await guarded(where, asyncio.to_thread(function, *arguments), limit_s=limit_s)
+        value = await guarded(where, _in_thread(function, *arguments), limit_s=limit_s)
         return await guarded(where, value, limit_s=limit_s) if inspect.isawaitable(value) else value
     except (AgentError, BudgetExhausted) as error:
         raise Failed(clean(f"{where} raised {type(error).__name__}: {error}")) from error
+
+
+async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it in a thread of its own: one that never returns must not hold up another's verdict.
+
+    Not `asyncio.to_thread`: its few threads are everybody's, and a StopIteration (`next` without a
+    default is a common slip) would never come back from it.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = copy_context()
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if not ended.done():
+            ended.set_result((value, error))
+
+    def call() -> None:
+        value = error = None
+        try:
+            value = context.run(function, *arguments)
+        except BaseException as raised:  # noqa: BLE001 - told to whoever awaits it
+            error = raised
+        with suppress(RuntimeError):  # the loop has been closed meanwhile
+            loop.call_soon_threadsafe(tell, value, error)
+
+    threading.Thread(target=call, name="verifier", daemon=True).start()
+    value, error = await ended
+    if error is not None:
+        raise error
+    return value
 
 
 def as_reward(value: object, where: str) -> Reward:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,38 @@ async def test_a_prompt_is_one_turn_and_scored(chat: Chat) -> None:
     assert outcome == Outcome(Status.COMPLETED, Reward(0.5, {"form": 1.0}), turns=1)
     assert seen == ["21"]
     assert text(chat, recorder.segments[0].prompt_ids) == "[user]12=[assistant]"
+
+
+async def test_verifiers_that_block_hold_up_nobody_else(chat: Chat) -> None:
+    all_begun, together = asyncio.Event(), 64
+    begun: list[str] = []
+    release, loop = threading.Event(), asyncio.get_running_loop()
+
+    def reward(answer: str, task: Task) -> float:
+        begun.append(answer)
+        if len(begun) == together:
+            loop.call_soon_threadsafe(all_begun.set)
+        assert release.wait(60)
+        return 1.0
+
+    source = PromptSource(reward)
+    rollouts = [
+        asyncio.create_task(play(source, TASK, Scripted(chat, "2"), config=config(), chat=chat))
+        for _ in range(together)
+    ]
+    try:
+        await asyncio.wait_for(all_begun.wait(), 30)
+    finally:
+        release.set()
+    assert [(await rollout).reward for rollout in rollouts] == [Reward(1.0)] * together
+
+
+async def test_a_verifier_that_raises_stop_iteration_does_not_hang(chat: Chat) -> None:
+    source = PromptSource(lambda answer, task: next(float(c) for c in answer if c == "!"))
+    playing = play(source, TASK, Scripted(chat, "2"), config=config(), chat=chat)
+    outcome = await asyncio.wait_for(playing, 30)
+    assert outcome.status is Status.INFRA_ERROR
+    assert "StopIteration" in outcome.detail
 
 
 async def test_a_prompt_that_runs_out_of_tokens_is_truncated_and_scored(chat: Chat) -> None:
