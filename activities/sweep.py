@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
+import psycopg
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities import relay, waits
 from domain import failpoints
+from domain.errors import RollbookError
 from domain.ids import publish_workflow_id
 from domain.messages import (
     Close,
@@ -76,7 +78,7 @@ class Sweep:
     async def _reopen_lost_groups(self) -> None:
         """A submitted group whose workflow is closed or unknown: open it again as lost."""
         quiet = await self.ledger.run(census.quiet_groups, grace_s=self.grace_s, limit=LIMIT)
-        await _each(quiet, self._look_at_group)
+        await each(quiet, self._look_at_group)
 
     async def _look_at_group(self, group: Open) -> None:
         status = await self._status(group.workflow_id)
@@ -121,7 +123,7 @@ class Sweep:
         silent = await self.ledger.run(
             census.silent_attempts, silent_s=self.grace_s, cancelled=True, limit=LIMIT
         )
-        await _each(silent, self._look_at_cancelled)
+        await each(silent, self._look_at_cancelled)
 
     async def _look_at_cancelled(self, attempt: Silent) -> None:
         if await self._status(attempt.workflow_id) is not WorkflowExecutionStatus.RUNNING:
@@ -132,7 +134,7 @@ class Sweep:
         silent = await self.ledger.run(
             census.silent_attempts, silent_s=self.silent_s, cancelled=False, limit=LIMIT
         )
-        await _each(silent, self._look_at_silent)
+        await each(silent, self._look_at_silent)
 
     async def _look_at_silent(self, attempt: Silent) -> None:
         try:
@@ -226,11 +228,23 @@ def _gist(found: Stuck) -> Gist:
     return frozenset((told.sample, told.attempt, told.waits_on) for told in found.attempts)
 
 
-async def _each(items: Sequence[T], look: Callable[[T], Awaitable[None]]) -> None:
+async def each(items: Sequence[T], look: Callable[[T], Awaitable[None]]) -> None:
+    """Look at all items, some at once. One that is refused is named and left to the next round.
+
+    A group that the ledger refuses to settle must not end the care for every other run.
+
+    Raises:
+        psycopg.OperationalError, RPCError: the ledger or Temporal is away.
+    """
     slots = asyncio.Semaphore(CONCURRENT)
 
     async def one(item: T) -> None:
         async with slots:
-            await look(item)
+            try:
+                await look(item)
+            except psycopg.OperationalError:
+                raise
+            except (psycopg.Error, RollbookError, AssertionError):
+                logger.exception("%s could not be settled", item)
 
     await asyncio.gather(*(one(item) for item in items))
