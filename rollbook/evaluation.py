@@ -1,7 +1,7 @@
 """Held-out evaluation of one policy version on the engine that serves it.
 
 The same source plays other tasks, pinned to the version; nothing of it enters a group, and results
-go to `ledger.evaluations`. Greedy at temperature 0, where seeds do not matter.
+go to `ledger.evaluations`. Each rollout has a seed of its own; at temperature 0 it is greedy.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from activities.play import play
 from domain import sources
 from domain.config import Evaluation, RunConfig
 from domain.errors import ConfigError
-from domain.ids import policy_name, sampling_seed
+from domain.ids import fold, policy_name
 from domain.rollouts import Reward, Segment, Task
 from domain.services import Services
 from domain.tools import Message
@@ -30,7 +30,7 @@ from storage.objects import ObjectStore
 _AT_ONCE = 64
 
 
-class _Recorder:
+class Recorder:
     """Samples one evaluation rollout; keeps nothing."""
 
     base_url = ""
@@ -67,7 +67,7 @@ class _Recorder:
             prompt_ids,
             SamplingParams(
                 max_tokens=min(max_tokens or budget, budget),
-                seed=sampling_seed(self._config.seed, -1, 0, 0, number),
+                seed=fold("evaluation", self._config.seed, self._name, number),
                 temperature=self._temperature,
                 stop_token_ids=self._stop,
             ),
@@ -163,7 +163,7 @@ async def _evaluate(
     async def one(task: Task, sample: int) -> Result:
         async with limit:
             name = f"evaluation/{run}@{version}/{task.id}/{sample}"
-            recorder = _Recorder(engines, engine, config, version, chat, name)
+            recorder = Recorder(engines, engine, config, version, chat, name)
             outcome = await play(source, task, recorder, config=config, chat=chat)
         reward = outcome.reward.value if isinstance(outcome.reward, Reward) else outcome.reward
         return Result(task=task.id, sample=sample, status=outcome.status, reward=reward)

@@ -1,0 +1,26 @@
+"""Held-out rollouts of one task are different draws: nothing else makes `samples` worth its cost."""
+
+from pathlib import Path
+
+from activities.inference import EngineClient
+from domain.config import Evaluation
+from rollbook.evaluation import Recorder
+from tests.scripted import config, printable
+from tests.stub_engine import stub_engine
+
+
+async def test_each_held_out_rollout_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    chat = printable(tmp_path)
+    evaluation = Evaluation(dataset="held:out", samples=2, temperature=1.0)
+    run = config().model_copy(update={"evaluation": evaluation})
+    async with stub_engine() as stub:
+        engines = EngineClient()
+        try:
+            for name in ("a/0", "a/1", "b/0"):
+                recorder = Recorder(engines, stub.url, run, 1, chat, name)
+                for _ in range(2):
+                    await recorder.sample([5, 6])
+        finally:
+            await engines.aclose()
+    seeds = [request["sampling_params"]["seed"] for request in stub.requests]
+    assert len(set(seeds)) == 6
