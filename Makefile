@@ -60,7 +60,8 @@ chaos: $(READY)  ## the long crash schedules
 	$(HERE) $(BIN)/python -m pytest -m slow tests/chaos
 
 bench: $(READY)  ## the figures of the README
-	$(HERE) for figure in bench/*.py; do echo "== $$figure"; $(BIN)/python $$figure || exit 1; done
+	$(HERE) for figure in bench/*.py; do name=$$(basename $$figure .py); echo "== bench.$$name"; \
+	  $(BIN)/python -m bench.$$name || exit 1; done
 
 clean:           ## remove .venv and local state
 	rm -rf $(ROOT)/.venv $(VLLM) $(ROOT)/.rollbook
