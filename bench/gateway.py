@@ -3,7 +3,8 @@
     python -m bench.gateway [--sessions 200] [--calls 10] [--think 2.0]
 
 A stub engine in a process of its own answers each request after `think` seconds. Every session makes
-its calls one after the other, each on the history of the last. First they ask the engine itself, with
+its calls one after the other, each on the history of the last; sessions begin spread over `think`
+seconds, so that calls come evenly and not in volleys. First they ask the engine itself, with
 the ids that the gateway would send; then the gateway, in a process of its own over a real Postgres,
 through the OpenAI API. Both times this process is the client. The overhead is the difference of the
 same quantile. Every answer of the gateway is checked against the ledger at the end.
@@ -93,9 +94,10 @@ def main() -> None:
         gateway = f"http://127.0.0.1:{port}"
         argv = ["-c", GATEWAY, ledger_url(folder), run, str(folder / "model"), str(port)]
         process = stack.enter_context(_process(argv, gateway + "/health"))
-        direct = asyncio.run(_direct(engine, run, chat, options.sessions, options.calls))
+        spread = options.think / options.sessions
+        direct = asyncio.run(_direct(engine, run, chat, options.sessions, options.calls, spread))
         used = _cpu_s(process)
-        through = asyncio.run(_through(gateway, run, keys, options.calls))
+        through = asyncio.run(_through(gateway, run, keys, options.calls, spread))
         used = _cpu_s(process) - used
         _check(ledger, run, options.sessions * options.calls)
         calls = options.sessions * options.calls
@@ -228,10 +230,13 @@ def _question(number: int) -> dict[str, Any]:
     return {"role": "user", "content": f"question {number}: " + "please go on " * 20}
 
 
-async def _direct(engine: str, run: str, chat: Chat, count: int, calls: int) -> list[float]:
+async def _direct(
+    engine: str, run: str, chat: Chat, count: int, calls: int, spread: float
+) -> list[float]:
     http = Connections(2 * count, httpx.Timeout(60))
 
     async def session(sample: int) -> list[float]:
+        await asyncio.sleep(sample * spread)
         times = []
         context = chat.prompt([_question(0)])
         for number in range(calls):
@@ -253,13 +258,16 @@ async def _direct(engine: str, run: str, chat: Chat, count: int, calls: int) -> 
     return await _all(http, [session(sample) for sample in range(count)])
 
 
-async def _through(gateway: str, run: str, keys: Sequence[str], calls: int) -> list[float]:
+async def _through(
+    gateway: str, run: str, keys: Sequence[str], calls: int, spread: float
+) -> list[float]:
     http = Connections(2 * len(keys), httpx.Timeout(60))
 
     async def session(sample: int, key: str) -> list[float]:
         i = AttemptIn(run=run, group=0, sample=sample, attempt=0)
         url = gateway + session_path(i) + "/chat/completions"
         headers = {"Authorization": f"Bearer {key}"}
+        await asyncio.sleep(sample * spread)
         times, said = [], [_question(0)]
         for number in range(calls):
             body = {"model": "m", "messages": said, "max_tokens": TOKENS}
