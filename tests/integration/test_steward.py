@@ -116,8 +116,11 @@ class Rollouts:
                 activity.heartbeat()
                 await asyncio.sleep(0.05)
         except asyncio.CancelledError:
-            ending = Ending(status=Status.CANCELLED)
-            await self.ledger.run(attempts.finish, which, started.fence, ending)
+            # As the real attempt: one whose workflow is gone writes no end; the sweep does.
+            details = activity.cancellation_details()
+            if details is not None and details.cancel_requested:
+                ending = Ending(status=Status.CANCELLED)
+                await self.ledger.run(attempts.finish, which, started.fence, ending)
             raise
         return await self.ledger.run(attempts.finish, which, started.fence, ending)
 
