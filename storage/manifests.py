@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from domain import failpoints
 from domain.errors import DigestMismatch, ObjectError
-from storage.objects import ObjectStore, digest
+from storage.objects import ObjectStore, again, digest
 
 NAME = "manifest.json"
 _FILES_AT_ONCE = 4
@@ -219,7 +219,10 @@ def remove(store: ObjectStore, manifest_key: str) -> None:
 
 
 def _read(store: ObjectStore, key: str, promised: str | None) -> tuple[Manifest, bytes]:
-    content = store.get(key)
+    return again(lambda: _checked(store.get(key), key, promised))
+
+
+def _checked(content: bytes, key: str, promised: str | None) -> tuple[Manifest, bytes]:
     manifest = Manifest.decode(key, content)
     found = hashlib.sha256(content).hexdigest()
     if promised is not None and promised not in (found, manifest.sha256):

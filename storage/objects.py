@@ -10,6 +10,7 @@ import base64
 import contextlib
 import hashlib
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ PART_BYTES = 16 * 2**20
 _MOST_PARTS = 9000  # S3 allows 10,000
 _CHUNK = 2**20
 _TRIES = 5
+_DAMAGED_PAUSES_S = (0.1, 1.0)
 _MISSING = {"404", "NoSuchKey", "NotFound"}
 # Settled by doing it again: another conditional write was under way; the answer to the completion
 # of an upload was lost; the bytes were damaged on their way.
@@ -169,11 +171,15 @@ class ObjectStore:
             ObjectMissing: there is no such object.
             DigestMismatch: its bytes are not the promised ones.
         """
-        with self._asking(key):
-            content = self._s3.get_object(Bucket=self.bucket, Key=key)["Body"].read()
-        if sha256 is not None:
-            self._require(key, digest(content), sha256)
-        return content
+
+        def fetch() -> bytes:
+            with self._asking(key):
+                content = self._s3.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+            if sha256 is not None:
+                self._require(key, digest(content), sha256)
+            return content
+
+        return again(fetch)
 
     def download(self, key: str, path: Path, *, sha256: str) -> None:
         """Fetch an object into a file; the file appears only once its digest is verified.
@@ -183,10 +189,14 @@ class ObjectStore:
             DigestMismatch: its bytes are not the promised ones.
         """
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-        try:
+
+        def fetch() -> None:
             with self._asking(key):
                 self._fetch_in_parts(key, draft)
             self._require(key, digest(draft), sha256)
+
+        try:
+            again(fetch)
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
@@ -392,6 +402,20 @@ class ObjectStore:
             raise ObjectError(f"{self.endpoint} refused {key!r}: {error}") from error
         except BotoCoreError as error:
             raise ObjectError(f"{self.endpoint} failed for {key!r}: {error}") from error
+
+
+def again(fetch: Callable[[], R]) -> R:
+    """Fetch something, once more and once more if it arrives damaged.
+
+    Bytes that were damaged on their way arrive whole the next time; those damaged in the store never
+    do, and then it is the last error that tells.
+    """
+    for pause in _DAMAGED_PAUSES_S:
+        try:
+            return fetch()
+        except DigestMismatch:
+            time.sleep(pause)
+    return fetch()
 
 
 def digest(body: bytes | Path) -> str:

@@ -32,7 +32,7 @@ TRAINER_POINTS = (
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_trainer_dies_at_each_point_in_turn(stage: Stage, every: int) -> None:
     # Re-opened members need a run that falls behind; the toy trainer's schedules have them.
@@ -51,10 +51,14 @@ def test_the_trainer_dies_at_each_point_in_turn(stage: Stage, every: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recovery", ["snapshot", "stateless", "drop"])
-def test_a_rollout_worker_dies_at_each_point(stage: Stage, recovery: str) -> None:
-    stage.begin(tasks={"source": f"walk:{recovery}"}, steps=8)
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_rollout_worker_dies_at_each_point(stage: Stage, recovery: str, first: int) -> None:
+    # Two deaths a run: an attempt that meets a third is lost, which is no failure either.
+    stage.begin(tasks={"source": f"walk:{recovery}"}, steps=4)
     stage.start("engine", "workflows", "ledger", "trainer")
-    for count, point in enumerate(ROLLOUT_POINTS):
+    points = [*ROLLOUT_POINTS]
+    assert len(points) == 4
+    for count, point in enumerate(points[first : first + 2]):
         stage.crash("rollouts", f"{point}:{3 + 2 * count}")
     stage.start("rollouts")
     stage.finish()

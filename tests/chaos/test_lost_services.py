@@ -127,15 +127,17 @@ async def interfere(stage: Stage, workflow_id: str, deed: str) -> None:
 # -- a store and an engine that misbehave on the wire
 
 
-def refuse(content: bytes) -> bytes:
-    return b""
+def corrupting(times: int) -> Callable[[bytes], bytes]:
+    """Flips one bit of what looks like tensor data, so many times."""
+    left = [None] * times
 
+    def corrupt(content: bytes) -> bytes:
+        if len(content) < 4096 or not left:
+            return content
+        left.pop()
+        return content[:-1] + bytes([content[-1] ^ 1])
 
-def corrupt(content: bytes) -> bytes:
-    """One flipped bit in what looks like tensor data."""
-    if len(content) < 4096:
-        return content
-    return content[:-1] + bytes([content[-1] ^ 1])
+    return corrupt
 
 
 def other_version(content: bytes) -> bytes:
@@ -168,7 +170,7 @@ def misbehaving(proxy: Proxy, fault: str):  # type: ignore[no-untyped-def]
         "refused": lambda: proxy.answer(
             b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
         ),
-        "corrupted": lambda: proxy.alter(corrupt),
+        "corrupted": lambda: proxy.alter(corrupting(2)),
         "reset": lambda: proxy.reset_after(20_000),
         "slow": lambda: proxy.throttle(50_000),
     }

@@ -208,7 +208,7 @@ def test_what_is_damaged_on_its_way_in_is_sent_again(
 
 
 @pytest.mark.parametrize("proxied", [{"received": 60_000}], indirect=True)
-def test_what_is_damaged_on_its_way_out_is_never_handed_on(
+def test_what_is_damaged_on_its_way_out_is_fetched_again(
     store: ObjectStore,
     proxied: tuple[Callable[[], ObjectStore], FlippingProxy],
     prefix: str,
@@ -217,11 +217,20 @@ def test_what_is_damaged_on_its_way_out_is_never_handed_on(
     connect, proxy = proxied
     body = os.urandom(200_000)
     store.put_new(f"{prefix}/a", body, sha256=digest(body))
-    with pytest.raises(DigestMismatch):
-        connect().get(f"{prefix}/a", sha256=digest(body))
-    with pytest.raises(DigestMismatch):
-        connect().download(f"{prefix}/a", tmp_path / "a", sha256=digest(body))
+    assert connect().get(f"{prefix}/a", sha256=digest(body)) == body
+    connect().download(f"{prefix}/a", tmp_path / "a", sha256=digest(body))
     assert proxy.flipped == 2
+    assert (tmp_path / "a").read_bytes() == body
+
+
+def test_what_is_damaged_in_the_store_is_never_handed_on(
+    store: ObjectStore, prefix: str, tmp_path: Path
+) -> None:
+    store.put_new(f"{prefix}/a", b"damaged", sha256=digest(b"damaged"))
+    with pytest.raises(DigestMismatch):
+        store.get(f"{prefix}/a", sha256=digest(b"whole"))
+    with pytest.raises(DigestMismatch):
+        store.download(f"{prefix}/a", tmp_path / "a", sha256=digest(b"whole"))
     assert [*tmp_path.iterdir()] == []
 
 
