@@ -186,7 +186,7 @@ async def bare_round(client: Client, processes: dict[str, int], groups: int) -> 
 async def our_round(ledger: Ledger, processes: dict[str, int], groups: int, model: str) -> Round:
     """Hand over one batch of so many groups; until all stand in the queue."""
     run = f"bench-{secrets.token_hex(4)}"
-    epoch = await asyncio.to_thread(create, ledger, run, groups, model)
+    epoch = await asyncio.to_thread(create, ledger, free(run, groups), model)
     await asyncio.sleep(0.5)
     meter = Meter(processes)
     handed = await ledger.run(tasks.hand_over, run, epoch, 0)
@@ -204,9 +204,9 @@ async def our_round(ledger: Ledger, processes: dict[str, int], groups: int, mode
     return figures
 
 
-def create(ledger: Ledger, run: str, groups: int, model: str) -> int:
-    """A run that serves version 0 and has one registered batch."""
-    config = RunConfig.parse(
+def free(run: str, groups: int) -> RunConfig:
+    """One batch of groups whose rollouts cost nothing."""
+    return RunConfig.parse(
         {
             "name": run,
             "steps": 1,
@@ -222,6 +222,11 @@ def create(ledger: Ledger, run: str, groups: int, model: str) -> int:
             "root": str(Path(__file__).parents[1]),
         }
     )
+
+
+def create(ledger: Ledger, config: RunConfig, model: str, *, engine: str = "http://none") -> int:
+    """A run that serves version 0 on an engine and has one registered batch; its epoch."""
+    run = config.name
     digest = sha256(run.encode()).digest()
     manifest = f"weights/{run}/0/{digest.hex()}/manifest.json"
     ledger.call(runs.create, config, world={"model_manifest": model})
@@ -243,12 +248,12 @@ def create(ledger: Ledger, run: str, groups: int, model: str) -> int:
     )
     ledger.call(versions.record_weights, run, epoch, 0, manifest_key=manifest, bytes=1, probe=None)
     ledger.call(versions.publish, run, epoch, 0)
-    ledger.call(versions.see_engine, run, "http://none", 1, 8, 3600.0)
-    ledger.call(versions.acknowledge, run, "http://none", 1, 0, digest)
+    ledger.call(versions.see_engine, run, engine, 1, 8, 3600.0)
+    ledger.call(versions.acknowledge, run, engine, 1, 0, digest)
     ledger.call(versions.mark_served, run, 0)
     with ledger.transaction() as tx:
         tx.execute("DELETE FROM outbox WHERE run_id = %s", (run,))  # it is published already
-    rows = [Task(str(number), {}) for number in range(groups)]
+    rows = [Task(str(number), {}) for number in range(config.tasks.batch_size)]
     ledger.call(tasks.register_batch, run, epoch, 0, 0, rows, {"batch": 1})
     return epoch
 

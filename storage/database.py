@@ -195,6 +195,7 @@ def upgrade(url: str) -> None:
         SchemaMismatch: a newer rollbook made it.
     """
     # Here alone: every worker imports this module, and none of them migrates (18 MB, 0.2 s).
+    logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)  # it lists its own parts
     from alembic import command
     from alembic.config import Config
     from sqlalchemy import create_engine
