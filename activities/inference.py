@@ -12,14 +12,15 @@ at most `ABORT_PATIENCE_S` for what was sampled so far, hands it to `on_partial`
 CancelledError go on. Whatever happens, the connection is closed, and a closed connection is an abort
 too: nothing goes on running for a caller who has gone.
 
-**Long requests.** The JSON of many tokens is made, read and checked in a thread beside the event loop,
-one at a time: when hundreds of long answers arrive together, heartbeats still leave in time.
+**Long requests.** The JSON of many tokens is made, read and checked one request at a time, and the
+event loop turns in between: when hundreds of long answers arrive together, heartbeats still leave in
+time. (Threads would be worse: each would keep the interpreter's lock from the loop at every system
+call.)
 """
 
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from domain.errors import EngineError, EngineRefused, EngineUnavailable, WrongVe
 
 ABORT_PATIENCE_S = 2.0
 LONG_B = 65_536
-"""Bytes of JSON, some thousand tokens, that are not worth a thread."""
+"""Bytes of JSON, some thousand tokens, that are read at once whoever else has something long."""
 
 T = TypeVar("T")
 __all__ = ["Crossing", "EngineClient", "Generated", "Health", "SamplingParams"]
@@ -89,12 +90,11 @@ class EngineClient:
         self._answer_s = answer_s
         self._load_s = load_s
         self._liveness = Liveness(self._look)
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine answers")
+        self._turn = asyncio.Lock()
 
     async def aclose(self) -> None:
         """Close all connections; requests in progress are aborted by that."""
         await self._http.aclose()
-        self._beside.shutdown(wait=False)
 
     async def generate(
         self,
@@ -253,19 +253,21 @@ class EngineClient:
                 engine_url, body["model"], params, weights_sha256, _json(engine_url, answer)
             )
 
-        content = await self._off_loop(
+        content = await self._in_turn(
             8 * len(prompt), lambda: _encode(body | {"token_ids": list(prompt)})
         )
         answer = await self._post(
             engine_url, "/inference/v1/generate", content, timeout_s=self._answer_s
         )
-        return await self._off_loop(len(answer.content), read)
+        return await self._in_turn(len(answer.content), read)
 
-    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+    async def _in_turn(self, size: int, work: Callable[[], T]) -> T:
         """Do something that takes as long as `size` bytes of JSON."""
         if size < LONG_B:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._beside, work)
+        async with self._turn:
+            await asyncio.sleep(0)  # whatever is due runs before the next one
+            return work()
 
     async def _partial(
         self, pending: "asyncio.Task[Generated]", engine_url: str, request_id: str

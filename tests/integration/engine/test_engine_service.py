@@ -350,7 +350,7 @@ async def test_an_absent_manifest_is_an_outage_of_the_store(
         await client.load(engine.url, "r@1", "nowhere", "0" * 64)
 
 
-async def test_what_is_long_is_read_beside_the_event_loop(client: EngineClient) -> None:
+async def test_what_is_long_waits_its_turn(client: EngineClient) -> None:
     prompt, params = list(range(10_000)), sampling(max_tokens=5_000)
     async with stub_engine() as stub:
         stub.tokens = None
