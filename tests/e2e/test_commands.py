@@ -65,12 +65,12 @@ def test_a_stack_of_its_own_and_a_run_beside_it(rollbook: Rollbook) -> None:
     inspected = rollbook.json("inspect", "small")
     assert inspected["data order"]["batch_size"] == 4
     group = rollbook.json("inspect", "small", "0")
-    assert len(group["attempts"]) == 4
+    assert len(group["samples"]) == 4
     assert {"group", "timeline"} < set(group)
     assert set(rollbook.json("stuck", "small", "--silent", "60")) == {"stuck", "run"}
     assert "small" in rollbook("status")
     assert "balance" in rollbook("status", "small")
-    assert "attempts" in rollbook("inspect", "small", "0")
+    assert "samples" in rollbook("inspect", "small", "0")
     process.send_signal(signal.SIGTERM)
     *_, end = events(process)
     assert process.wait(timeout=200) == 0
