@@ -109,7 +109,8 @@ class Progress:
             if self._json:
                 print_event("step", **step)
             else:
-                self._console.print(step_line(step, self._config.steps), highlight=False)
+                line = step_line(step, self._config.steps)
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def panel(
         self, waiting: Row | None, balance: Row | None, processes: Sequence[Report]
@@ -174,7 +175,7 @@ class Progress:
             table.add_row(
                 *(show(step[name]) for name in ("step", "version", "groups")),
                 *(show_metric(name, step["metrics"] or {}) for name in COLUMNS.values()),
-                show(waited(step["metrics"] or {})),
+                f"{waited(step['metrics'] or {}):.1f}",
                 style=None if step["updated"] else "dim",
             )
         return table
@@ -197,7 +198,8 @@ def step_line(step: Mapping[str, Any], steps: int | None) -> str:
     """One applied step as a line of text."""
     metrics = step["metrics"] or {}
     facts = [f"{k} {show_metric(name, metrics)}" for k, name in COLUMNS.items() if name in metrics]
-    head = f"step {step['step'] + 1}" + (f"/{steps}" if steps else "")
+    done = f"[{step['step'] + 1}/{steps}] " if steps else ""
+    head = f"{done}step {step['step']}"
     tail = "" if step["updated"] else f"  no update: {step['cause']}"
     waiting = f"  waited {waited(metrics):.1f} s"
     return (

@@ -30,24 +30,41 @@ def record(tx: Tx, run: str, name: str, version: int, results: Sequence[Result])
         )
 
 
+def stored(tx: Tx, run: str) -> list[int]:
+    """Versions whose weights can still be loaded, ascending."""
+    rows = tx.execute(
+        """
+        SELECT version FROM ledger.policy_versions
+         WHERE run_id = %s AND weights_key IS NOT NULL AND state <> 'deleted' ORDER BY 1
+        """,
+        (run,),
+    ).fetchall()
+    return [int(row["version"]) for row in rows]
+
+
 def due(tx: Tx, run: str, name: str, *, every: int | None) -> list[int]:
     """Versions without results under this name: the newest, and those before every n-th step.
 
-    Of those that were uploaded; with `sync_every > 1` the others have no weights in the store.
+    Of those that are stored; with `sync_every > 1` others were never uploaded.
     """
+    have = stored(tx, run)
     rows = tx.execute(
         """
-        SELECT p.version FROM ledger.policy_versions p JOIN ledger.runs r USING (run_id)
-         WHERE p.run_id = %(run)s AND p.weights_key IS NOT NULL AND p.state <> 'deleted'
-           AND (p.version = r.version OR p.version IN (
-               SELECT s.version_before FROM ledger.steps s
-                WHERE s.run_id = p.run_id AND s.step > r.first_step AND s.step %% %(every)s = 0))
+        SELECT v AS version FROM unnest(%(have)s::bigint[]) AS v
+         WHERE (v = %(newest)s OR v IN (
+               SELECT s.version_before FROM ledger.steps s JOIN ledger.runs r USING (run_id)
+                WHERE s.run_id = %(run)s AND s.step > r.first_step AND s.step %% %(every)s = 0))
            AND NOT EXISTS (SELECT 1 FROM ledger.evaluations e
-                            WHERE (e.run_id, e.version) = (p.run_id, p.version)
-                              AND e.name = %(name)s)
+                            WHERE (e.run_id, e.name, e.version) = (%(run)s, %(name)s, v))
          ORDER BY 1
         """,
-        {"run": run, "name": name, "every": every},
+        {
+            "run": run,
+            "name": name,
+            "every": every,
+            "have": have,
+            "newest": have[-1] if have else None,
+        },
     ).fetchall()
     return [int(row["version"]) for row in rows]
 

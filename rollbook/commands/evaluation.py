@@ -53,6 +53,12 @@ def evaluate(
             missing = ledger.call(evaluations.due, run, name, every=config.evaluation.every)
         else:
             missing = [] if version in known else [version]
+            have = ledger.call(evaluations.stored, run)
+            if missing and version not in have:
+                raise ConfigError(
+                    f"the weights of {run}@{version} are not stored (they are deleted once nothing "
+                    f"needs them); stored are {', '.join(map(str, have)) or 'none'}"
+                )
         if missing:
             evaluation.evaluate(ledger, stack.services, config, state, missing, tell=lambda _: None)
         rows = ledger.call(evaluations.summary, run, name)

@@ -1,13 +1,12 @@
 """`log` and `metrics`: step records and the ledger's state in other people's tools."""
 
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from domain.errors import ConfigError
+from rollbook.commands.signals import stop_signal
 from rollbook.connect import STATE, open_ledger
 from rollbook.output import console, print_json
 from rollbook.sinks import copies
@@ -44,7 +43,7 @@ def log(
 
     Example: `rollbook log reverse3 --to tensorboard:runs --to jsonl:reverse3.jsonl --follow`
     """
-    stopping = _stopping()
+    stopping = stop_signal()
     with open_ledger(state) as ledger:
         config = ledger.call(ledger_runs.read, run).config
         sinks = {target: copies.open_sink(target, config) for target in to}
@@ -84,7 +83,7 @@ def metrics(
         raise ConfigError(
             "the endpoint needs prometheus_client; pip install 'rollbook[prometheus]'"
         ) from error
-    stopping = _stopping()
+    stopping = stop_signal()
     with open_ledger(state) as ledger:
         server = prometheus.serve(ledger, host=host, port=port)
         url = f"http://{host}:{server.server_port}/metrics"
@@ -95,10 +94,3 @@ def metrics(
         stopping.wait()
         server.shutdown()
         server.server_close()
-
-
-def _stopping() -> threading.Event:
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-    return stopping

@@ -1,13 +1,12 @@
 """`up` and `down`: the local stack."""
 
 import os
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rollbook.commands.signals import stop_signal
 from rollbook.connect import STATE
 from rollbook.output import command, console, print_facts, print_json, say
 from rollbook.stack import background
@@ -53,9 +52,7 @@ def up(
             _migrate(stack)
             show_stack(stack, json=json)
         return
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    stopping = stop_signal()
     with Stack.up(state, environ=os.environ, wishes=wishes) as stack:
         _migrate(stack)
         show_stack(stack, json=json)
