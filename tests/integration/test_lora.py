@@ -8,10 +8,16 @@ import torch
 
 from domain.config import RunConfig
 from domain.errors import ConfigError
+from domain.services import Services
+from engine import objects
 from engine.adapters import merge
 from engine.refusals import BadWeights
+from engine.vllm import sets
+from engine.weights import Loader
+from storage import manifests
+from storage.objects import ObjectStore
 from tests.rehearsal import configuration
-from trainer import folders, lora
+from trainer import folders, lora, publishing
 from trainer.model import Policy, weights_digest
 
 CPU = torch.device("cpu")
@@ -98,3 +104,49 @@ def test_unknown_layers_are_refused_by_name(folder: Path) -> None:
     policy = Policy.build(folder, config(), CPU)
     with pytest.raises(ConfigError, match="nonesuch"):
         policy.adapt(config(targets=["nonesuch"]))
+
+
+def test_an_adapter_travels_through_the_store_to_either_engine(
+    folder: Path, tmp_path: Path, s3_services: Services
+) -> None:
+    """As the trainer publishes it: the built-in engine merges it, the front of vLLM takes it as is."""
+    store = ObjectStore(s3_services)
+    store.prepare()
+    files = folders.description_files(folder, "float32")
+    model_sha = folders.files_digest(files)
+    model = manifests.upload(
+        store, f"models/{model_sha}", files, kind="model", sha256=model_sha
+    ).manifest_key
+    policy = Policy.build(folder, config(), CPU)
+    probed = publishing.probe(policy, 32)
+    base = publishing.upload(
+        store, tmp_path, policy, "models/reference", model=model, probe=probed
+    ).manifest_key
+    policy.adapt(config())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters().values():
+            parameter.normal_(std=0.2)
+    moved = publishing.probe(policy, 32)
+    sha256 = weights_digest(policy.weights()).hex()
+    stored = publishing.upload(
+        store, tmp_path, policy, "weights/lora/1", model=model, probe=moved, base=base
+    )
+    assert stored.bytes < 50_000
+
+    served = Loader(objects.ObjectSource(store, tmp_path / "builtin")).load(
+        "lora@1", stored.manifest_key, sha256
+    )
+    gap = served.score(moved["token_ids"][0]) - torch.tensor(moved["logprobs"][0])
+    assert float(gap.abs().max()) < 1e-4
+
+    source = sets.ObjectSource(store, tmp_path / "front")
+    found = source.fetch(stored.manifest_key, sha256)
+    assert (found.base, found.model, found.probe) == (base, model, moved)
+    assert found.adapter == {
+        "rank": 4, "alpha": 8, "targets": ["c_attn", "c_fc", "c_proj"], "transposed": True,
+    }  # fmt: skip
+    assert (found.folder / lora.CONFIG).is_file()
+    assert source.fetch(base, None).adapter is None
+    with pytest.raises(BadWeights, match="was promised"):
+        source.fetch(stored.manifest_key, "0" * 64)

@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(1600))
             if vllm_python(os.environ) is None:
                 item.add_marker(
                     pytest.mark.skip("ROLLBOOK_VLLM_PYTHON names no interpreter: `make test-vllm`")

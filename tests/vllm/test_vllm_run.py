@@ -91,7 +91,7 @@ def run(state: Path, root: Path, name: str, extra: str) -> list[dict[str, Any]]:
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1500,
         check=False,
     )
     logs = "".join(
