@@ -14,6 +14,9 @@ from domain.errors import ConfigError
 BASE = "base"
 """The served model's own name: the one policy of an engine that reloads in place."""
 
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as the largest rank."""
+
 CPU_KV_BYTES = 512 * 2**20
 
 
@@ -76,6 +79,9 @@ def argv(settings: Settings, model: Path, port: int, dtype: str, *, cpu: bool) -
         port: of localhost.
         dtype: of the weights: the trainer's, so that log-probabilities agree.
         cpu: whether it computes on the CPU.
+
+    Raises:
+        ConfigError: adapters of such a rank cannot be served.
     """
     flags: list[str] = [
         # `vllm serve` asks for the metadata of a distribution named vllm, which CPU wheels lack.
@@ -99,7 +105,7 @@ def argv(settings: Settings, model: Path, port: int, dtype: str, *, cpu: bool) -
         # from there is read from its folder again.
         flags += ["--enable-lora", "--max-loras", str(settings.adapters)]
         flags += ["--max-cpu-loras", str(2 * settings.adapters)]
-        flags += ["--max-lora-rank", str(settings.lora_rank)]
+        flags += ["--max-lora-rank", str(_largest_rank(settings.lora_rank))]
     if settings.sampling_masks:
         flags.append("--return-sampling-mask")
     if cpu:
@@ -108,6 +114,16 @@ def argv(settings: Settings, model: Path, port: int, dtype: str, *, cpu: bool) -
         flags += ["--enforce-eager", "--block-size", "32"]
         flags += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
     return [str(settings.python), *flags, *settings.arguments]
+
+
+def _largest_rank(rank: int) -> int:
+    fitting = [allowed for allowed in RANKS if allowed >= rank]
+    if not fitting:
+        raise ConfigError(
+            f"a LoRA rank of {rank} is more than the {RANKS[-1]} that vLLM serves; lower "
+            "model.lora.rank (--lora-rank)"
+        )
+    return fitting[0]
 
 
 def environment(settings: Settings, outside: Mapping[str, str], *, cpu: bool) -> dict[str, str]:

@@ -159,7 +159,7 @@ class OwnServer:
 
     def _tail(self) -> str:
         with self._log_file.open(errors="replace") as lines:
-            last = [line for line in deque(lines, _TAIL_LINES) if "Error" in line]
+            last = [line for line in deque(lines, _TAIL_LINES) if "error" in line.lower()]
         return f"{' '.join(last[-2:]).strip()[-1500:]} (all of it in {self._log_file})"
 
 

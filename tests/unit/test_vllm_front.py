@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from domain.errors import ConfigError
 from engine.refusals import BadWeights, Unsupported
 from engine.vllm import sets
 from engine.vllm.command import Settings, argv, environment
@@ -89,6 +90,18 @@ def test_adapters_have_as_many_slots_and_twice_as_many_places_in_host_memory() -
     )
     wanted = {"--max-loras": "3", "--max-cpu-loras": "6", "--max-lora-rank": "16"}
     assert {flag: flags[flags.index(flag) + 1] for flag in wanted} == wanted
+
+
+@pytest.mark.parametrize(("rank", "flag"), [(1, "1"), (4, "8"), (200, "256"), (512, "512")])
+def test_a_rank_that_vllm_does_not_name_is_served_under_the_next_one(rank: int, flag: str) -> None:
+    settings = Settings(python=PYTHON, adapters=1, lora_rank=rank)
+    flags = argv(settings, Path("/m"), 1, "float32", cpu=False)
+    assert flags[flags.index("--max-lora-rank") + 1] == flag
+
+
+def test_a_rank_beyond_vllms_is_refused() -> None:
+    with pytest.raises(ConfigError, match="more than the 512"):
+        argv(Settings(python=PYTHON, adapters=1, lora_rank=513), Path("/m"), 1, "x", cpu=False)
 
 
 def test_rollbooks_own_path_does_not_reach_the_other_environment() -> None:
