@@ -207,11 +207,8 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def probe_ids(vocabulary: int, longest: int) -> list[list[int]]:
-    """Fixed sequences that every process can score to see whether it holds the same weights.
-
-    They leave room for one more id: vLLM scores a prompt only when it also samples.
-    """
-    length = max(2, min(16, longest - 1))
+    """Fixed sequences that every process can score to see whether it holds the same weights."""
+    length = max(2, min(16, longest))
     return [
         [fold("probe", row, column) % vocabulary for column in range(length)] for row in range(4)
     ]

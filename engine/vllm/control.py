@@ -112,22 +112,38 @@ class Control:
         return [entry["id"] for entry in (await self._send("GET", "/v1/models")).json()["data"]]
 
     async def logprobs(self, model: str, ids: Sequence[int], salt: str) -> list[float]:
-        """Log-probability of each id after the first, at temperature 1, from a forward of now."""
+        """Log-probability of each id after the first, at temperature 1, from a forward of now.
+
+        Asked of the next token of each prefix. Scoring a prompt at once would be one request, but a
+        server with adapters dies of it when anything else is in the batch (CPU kernels).
+        """
+        return list(
+            await asyncio.gather(
+                *(self._next(model, ids[:at], ids[at], salt) for at in range(1, len(ids)))
+            )
+        )
+
+    async def _next(self, model: str, prefix: Sequence[int], token: int, salt: str) -> float:
         body = {
             "model": model,
-            "token_ids": list(ids),
+            "token_ids": list(prefix),
             "cache_salt": salt,
-            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+            "sampling_params": {
+                "max_tokens": 1,
+                "temperature": 1.0,
+                # As many as ids, and only so many are answered, the sampled one first.
+                "logprobs": 2,
+                "logprob_token_ids": [token, token],
+            },
         }
         answer = await self._send(
             "POST", "/inference/v1/generate", json=body, timeout_s=PROBE_PATIENCE_S
         )
-        table = answer.json().get("prompt_logprobs")
-        if not isinstance(table, list) or len(table) != len(ids):
-            raise EngineRefused(f"vLLM at {self.url} gave no log-probabilities of the probe")
-        return [
-            float(row[str(token)]["logprob"]) for row, token in zip(table[1:], ids[1:], strict=True)
-        ]
+        content = answer.json()["choices"][0]["logprobs"]["content"][0]
+        for entry in (content, *content["top_logprobs"]):
+            if entry["token_id"] == token:
+                return float(entry["logprob"])
+        raise EngineRefused(f"vLLM at {self.url} gave no log-probability of the probe's {token}")
 
     async def _send(
         self, method: str, path: str, *, json: object = None, timeout_s: float = 30.0

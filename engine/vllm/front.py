@@ -14,7 +14,7 @@ meet another version's.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -26,10 +26,12 @@ from starlette.routing import Route
 from domain.errors import EngineUnavailable
 from domain.ids import policy_version
 from engine import fields, refusals
-from engine.refusals import NotResident, UnknownPolicy
+from engine.refusals import NotResident, PolicyFailed, UnknownPolicy
 from engine.vllm.control import ABORT_PREFIX, Answer
 from engine.vllm.residents import MayCross, Residents, Running
 from engine.vllm.server import Server
+
+NOT_A_NUMBER = -9999.0
 
 
 def create_app(residents: Residents, server: Server) -> Starlette:
@@ -165,6 +167,7 @@ class Front:
         version = policy_version(request.policy)[1]
         cached = ((body.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
         for choice in body["choices"]:
+            _ensure_finite(request.policy, choice)
             choice["kv_version"] = request.anchor if cached else request.computed_by
             if not self._residents.labelled:
                 # The server labels its base weights; an adapter's version is its name.
@@ -172,6 +175,13 @@ class Front:
                 label = {"version": str(version), "start": 0, "end": sampled}
                 choice["weight_versions"] = [label] if sampled else []
         return body | {"model": request.policy, "weights_sha256": sha256}
+
+
+def _ensure_finite(policy: str, choice: Mapping[str, Any]) -> None:
+    """vLLM answers a log-probability that is not a number with NOT_A_NUMBER, and no rank."""
+    for at, entry in enumerate((choice.get("logprobs") or {}).get("content") or ()):
+        if entry["logprob"] is None or entry["logprob"] <= NOT_A_NUMBER:
+            raise PolicyFailed(f"policy {policy} gave no finite log-probability at token {at}")
 
 
 def _salt(salt: str, anchor: int) -> str:

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from domain.errors import ConfigError
-from engine.refusals import BadWeights, Unsupported
-from engine.vllm import sets
+from engine.refusals import BadWeights, PolicyFailed, Unsupported
+from engine.vllm import front, sets
 from engine.vllm.command import Settings, argv, environment
 from engine.vllm.sets import weight_set
 from rollbook.launch import engine_options
@@ -102,6 +102,14 @@ def test_a_rank_that_vllm_does_not_name_is_served_under_the_next_one(rank: int, 
 def test_a_rank_beyond_vllms_is_refused() -> None:
     with pytest.raises(ConfigError, match="more than the 512"):
         argv(Settings(python=PYTHON, adapters=1, lora_rank=513), Path("/m"), 1, "x", cpu=False)
+
+
+@pytest.mark.parametrize("value", [-9999.0, None])
+def test_what_vllm_says_instead_of_nan_is_no_log_probability(value: float | None) -> None:
+    content = [{"token_id": 1, "logprob": -0.5}, {"token_id": 2, "logprob": value}]
+    with pytest.raises(PolicyFailed, match="at token 1"):
+        front._ensure_finite("r@1", {"logprobs": {"content": content}})
+    front._ensure_finite("r@1", {"logprobs": {"content": content[:1]}})
 
 
 def test_rollbooks_own_path_does_not_reach_the_other_environment() -> None:

@@ -96,6 +96,20 @@ async def test_two_versions_in_one_batch_do_not_touch_each_other(adapters: Lab) 
     assert float((torch.tensor(found[0].logprobs) - other).abs().max()) > 0.5
 
 
+async def test_a_version_is_proven_while_others_are_sampled(adapters: Lab) -> None:
+    """Scoring a whole prompt in a batch with other requests would kill the server."""
+    await adapters.client.unload(adapters.url, "run@1")
+    ids = [9, 8, 7]
+    pending = [
+        asyncio.create_task(ask(adapters, ids, "run@0", max_tokens=400, seed=n)) for n in range(6)
+    ]
+    await reach(adapters.client, adapters.url, lambda health: health.running == 6)
+    await adapters.load("run@1", stored(A[1]))
+    for found in await asyncio.gather(*pending):
+        assert len(found.sampled_ids) == 400
+        assert error(A[0], ids, found) < EXACT
+
+
 async def test_equal_salts_share_no_kv_across_versions(adapters: Lab) -> None:
     ids = list(range(60, 0, -1)) + [3] * 10
     await ask(adapters, ids, "run@0", salt="s")
