@@ -131,6 +131,8 @@ def processes(services: Services, state: Path, source: Env) -> Iterator[Processe
     """Workers and an engine as children, the rollout worker in a thread of this process."""
     ledger = Ledger.open(services.database_url, pool=2, application="tests")
     job = Job(configuration(1), services, state, trainer=False, rollouts=False)
+    # Many runs in turn, where a job's own engine serves the one run it was started for.
+    job.services = job.services.model_copy(update={"engines_run": None})
     try:
         with job:
             rollouts = RolloutThread(source, job.services, environment=QUEUE, cache=state / "cache")

@@ -15,8 +15,6 @@ from storage.database import upgrade
 from storage.objects import ObjectStore
 from tests.policy_runs import Processes, Wanderer, processes
 
-pytestmark = pytest.mark.slow  # nine whole runs, minutes together
-
 MASK = {"stale_policy": "mask_span", "allow_trajectory_loss": True}
 LAG = "SELECT coalesce(max(lag), 0) FROM queue WHERE run_id = %(run)s AND state = 'trained'"
 BROKEN_KV = """
