@@ -3,7 +3,10 @@
 An object is written once and never changed: every put carries `If-None-Match: *`, so of several
 writers exactly one wins, and a writer that finds its own bytes there already has succeeded (it, or
 an earlier try whose answer was lost). No read returns bytes whose SHA-256 was promised and differs.
-Large objects travel in parts, in parallel. Everything here is synchronous and thread-safe.
+Large objects travel in parts, in parallel; stores that check the condition of such an upload before
+they commit it can let two racing writers through. Nothing rests on it: the keys of large objects
+hold their digest or their writer's id, and what makes a set of them count is its small manifest.
+Everything here is synchronous and thread-safe.
 """
 
 import base64
@@ -324,8 +327,11 @@ class ObjectStore:
                             Bucket=self.bucket, Key=key, UploadId=upload
                         )
 
-        # Parts are work: look before, the condition at the end only settles a race.
-        return not self.exists(key) and self._conditionally(whole)
+        # Parts are work: look before. And look after: see the module on racing uploads.
+        if self.exists(key) or not self._conditionally(whole):
+            return False
+        self._require_same(key, sha256)
+        return True
 
     def _conditionally(self, create: Callable[[], object]) -> bool:
         """Run a create-only request; False if the object was there first."""

@@ -538,7 +538,8 @@ async def test_while_the_ledger_is_away_groups_wait_and_still_hear_signals(house
         await handle.signal(GroupWorkflow.close_group, Close(cause="close"))
         back.set()
         out = await handle.result()
-        assert (out.state, len(theatre.finished)) == ("complete", 1)
+        # The step is delivered at least once; the first to arrive settles the group.
+        assert (out.state, theatre.finished[0].outcome) == ("complete", "complete")
 
 
 async def test_a_claimed_generation_is_refused(house: Open) -> None:
