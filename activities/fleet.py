@@ -93,9 +93,11 @@ def _crossing(config: RunConfig) -> Crossing | None:
 async def _make_room(
     ledger: Ledger, engines: EngineClient, engine: str, health: Health, name: str
 ) -> None:
-    """If no slot is free, unload what no run needs, then what this run serves and nobody pins.
+    """If no slot is free, unload what no run needs, then older versions that nobody pins.
 
-    An engine with one slot swaps. What another run serves, or a publication is loading, stays.
+    An engine with one slot swaps. What another run serves, or a publication is loading, stays. So
+    does what is newer than the version to load: whoever asks for the older one read the ledger
+    before the newer was served.
     """
     if name in health.policies:
         return
@@ -104,11 +106,15 @@ async def _make_room(
         return
     wanted = await ledger.run(census.wanted)
     pinned = await ledger.run(census.pinned)
-    run, _ = policy_version(name)
+    run, version = policy_version(name)
     idle = [held for held in health.policies if _is_ours(held) and held not in pinned]
     spare = [held for held in idle if wanted.get(held, "keep") == "keep"]
     swapped = [
-        held for held in idle if wanted.get(held) == "load" and policy_version(held)[0] == run
+        held
+        for held in idle
+        if wanted.get(held) == "load"
+        and policy_version(held)[0] == run
+        and policy_version(held)[1] < version
     ]
     for held in (sorted(spare) + sorted(swapped))[:surplus]:
         await unload(ledger, engines, engine, held)

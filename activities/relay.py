@@ -38,6 +38,16 @@ BATCH = 128
 
 RPC_TIMEOUT = timedelta(seconds=10)
 
+_REFUSALS = frozenset(
+    {
+        RPCStatusCode.INVALID_ARGUMENT,
+        RPCStatusCode.FAILED_PRECONDITION,
+        RPCStatusCode.OUT_OF_RANGE,
+        RPCStatusCode.UNIMPLEMENTED,
+    }
+)
+"""What Temporal says of a command; every other status is about Temporal, and time may mend it."""
+
 _GROUP = TypeAdapter(GroupIn)
 _PUBLISH = TypeAdapter(PublishIn)
 
@@ -56,7 +66,7 @@ class Relay:
 
         Raises:
             psycopg.OperationalError: the ledger is away.
-            RPCError: Temporal is away or refused a command; those delivered are marked all the same.
+            RPCError: Temporal is away; the commands it took are marked all the same.
         """
         commands = await self._ledger.run(outbox.claim, BATCH)
         if not commands:
@@ -68,18 +78,34 @@ class Relay:
             await self._ledger.run(outbox.done, delivered)
         failures = [(c, e) for c, e in zip(commands, results, strict=True) if e is not None]
         for command, error in failures:
-            await self._ledger.run(outbox.failed, command.id, str(error))
-        if failures:
-            raise failures[0][1]
+            if _is_refusal(error):
+                await self._refuse(command, error)
+        away = {c.id: e for c, e in failures if not _is_refusal(e)}
+        if away:
+            await self._ledger.run(outbox.failed, {id: str(e) for id, e in away.items()})
+            raise next(iter(away.values()))
         return len(commands)
 
-    async def _try(self, command: Command) -> RPCError | None:
+    async def _try(self, command: Command) -> Exception | None:
         async with self._slots:
             try:
                 await self._deliver(command)
-            except RPCError as error:
+            except (RPCError, LookupError, TypeError, ValueError) as error:
                 return error
         return None
+
+    async def _refuse(self, command: Command, error: Exception) -> None:
+        told = f"{type(error).__name__}: {error}"
+        aside = await self._ledger.run(outbox.refused, command.id, told[:2_000])
+        logger.warning("%s %s is refused: %s", command.kind, command.key, told)
+        if aside:
+            logger.error(
+                "%s %s was refused %d times and is set aside; `rollbook stuck %s` names it",
+                command.kind,
+                command.key,
+                outbox.REFUSALS,
+                command.run,
+            )
 
     async def _deliver(self, command: Command) -> None:
         match command.kind:
@@ -103,6 +129,11 @@ class Relay:
                 await signal(self._client, command.payload["workflow_id"], "close_group", [close])
             case "deadline":
                 await signal(self._client, command.payload["workflow_id"], "deadline_reached", [])
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether it is the command that is wrong: Temporal said so, or this code cannot read it."""
+    return not isinstance(error, RPCError) or error.status in _REFUSALS
 
 
 async def start_group(client: Client, workflow_id: str, group: GroupIn) -> None:

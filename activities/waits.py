@@ -194,11 +194,18 @@ Told = tuple[str, str, float | None]
 
 
 def _steward(parts: Parts) -> list[Told]:
+    told: list[Told] = []
     oldest = parts.oldest_undelivered_s
-    if oldest is None or oldest < PART_S:
-        return []
-    why = parts.delivery_error or "no ledger worker leads; start `rollbook worker ledger`"
-    return [("steward", f"{parts.undelivered} commands are not delivered: {why}", oldest)]
+    if oldest is not None and oldest >= PART_S:
+        why = parts.delivery_error or "no ledger worker leads; start `rollbook worker ledger`"
+        told.append(("steward", f"{parts.undelivered} commands are not delivered: {why}", oldest))
+    if parts.set_aside:
+        what = (
+            f"{parts.set_aside} commands were refused again and again and are set aside; the sweep"
+        )
+        why = f"{what} does what they were for. The newest: {parts.refusal}"
+        told.append(("steward", why, parts.oldest_set_aside_s))
+    return told
 
 
 async def _workers(client: Client | None, ledger: Ledger, parts: Parts, run: str) -> list[Told]:

@@ -97,7 +97,8 @@ def acknowledged(tx: Tx, engine: str, incarnation: int) -> frozenset[str]:
 def quiet_groups(tx: Tx, *, grace_s: float, limit: int) -> list[Open]:
     """Groups whose workflow was told to start long ago and of which nothing was heard since.
 
-    A group whose start is still in the outbox is late, not lost. One whose attempts progress is alive.
+    A group whose start is still in the outbox is late, not lost, unless that was set aside. One whose
+    attempts progress is alive.
     """
     rows = tx.execute(
         """
@@ -105,6 +106,7 @@ def quiet_groups(tx: Tx, *, grace_s: float, limit: int) -> list[Open]:
         WHERE g.state = 'submitted' AND g.submitted_at < now() - make_interval(secs => %(grace)s)
             AND (g.begun_at IS NOT NULL OR NOT EXISTS (SELECT 1 FROM outbox o
                 WHERE (o.run_id, o.kind, o.key) = (g.run_id, 'start_group', g.workflow_id)
+                    AND o.set_aside_at IS NULL
                     AND (o.done_at IS NULL OR o.done_at > now() - make_interval(secs => %(grace)s))))
             AND NOT EXISTS (SELECT 1 FROM attempts a
                 WHERE (a.run_id, a.group_id) = (g.run_id, g.group_id)
@@ -173,7 +175,7 @@ def stuck_publications(tx: Tx, *, grace_s: float) -> list[tuple[str, int]]:
         LEFT JOIN served s ON s.run_id = p.run_id
         WHERE p.state = 'loading' AND p.version > coalesce(s.version, -1) AND r.state = ANY(%s)
             AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.run_id = p.run_id AND o.kind = 'publish'
-                AND (o.payload->>'version')::int = p.version
+                AND (o.payload->>'version')::int = p.version AND o.set_aside_at IS NULL
                 AND (o.done_at IS NULL OR o.done_at > now() - make_interval(secs => %s)))
         ORDER BY 1, 2
         """,

@@ -52,6 +52,9 @@ class Parts:
     undelivered: int  # commands for Temporal
     oldest_undelivered_s: float | None
     delivery_error: str | None
+    set_aside: int  # commands that were refused again and again
+    oldest_set_aside_s: float | None
+    refusal: str | None  # which, and what was said, of the newest
     engines: int
     engines_alive: int
     engine_seen_s: float | None  # seconds since the last one was seen
@@ -112,7 +115,7 @@ def parts(tx: Tx, run: str) -> Parts:
             w.step_state IS NOT NULL AS step_planned, r.batch_size, r.trainer_holder AS holder,
             extract(epoch FROM r.trainer_lease_until - now())::float8 AS lease_left_s,
             w.ready, w.running AS sampling, r.version, w.served, w.publish_due,
-            w.publish_held_by, w.slack, w.binding_deadline, a.*, g.*, u.*, e.*, p.*,
+            w.publish_held_by, w.slack, w.binding_deadline, a.*, g.*, u.*, i.*, e.*, p.*,
             coalesce((SELECT array_agg(x.group_id ORDER BY x.version, x.group_id)
                 FROM outstanding x WHERE x.run_id = r.run_id AND x.share = 0 AND NOT x.ready
                 AND x.version + r.max_lag <= w.binding_deadline), '{}') AS binding_groups,
@@ -139,7 +142,13 @@ def parts(tx: Tx, run: str) -> Parts:
             extract(epoch FROM now() - min(o.created_at))::float8 AS oldest_undelivered_s,
             (array_agg(o.last_error ORDER BY o.id) FILTER (WHERE o.last_error IS NOT NULL))[1]
                 AS delivery_error
-            FROM outbox o WHERE o.run_id = r.run_id AND o.done_at IS NULL) u
+            FROM outbox o
+            WHERE o.run_id = r.run_id AND o.done_at IS NULL AND o.set_aside_at IS NULL) u
+        CROSS JOIN LATERAL (SELECT count(*) AS set_aside,
+            extract(epoch FROM now() - min(o.set_aside_at))::float8 AS oldest_set_aside_s,
+            (array_agg(concat(o.kind, ' ', o.key, ': ', o.last_error) ORDER BY o.id DESC))[1] AS refusal
+            FROM outbox o
+            WHERE o.run_id = r.run_id AND o.done_at IS NULL AND o.set_aside_at IS NOT NULL) i
         CROSS JOIN LATERAL (SELECT count(*) AS engines,
             count(*) FILTER (WHERE n.alive_until > now()) AS engines_alive,
             extract(epoch FROM now() - max(n.alive_until))::float8 AS engine_seen_s

@@ -1,6 +1,11 @@
 """Commands on their way from the ledger to Temporal, written in the transaction that decides them.
 
-The steward delivers them in order, at least once: every command is a no-op when it comes twice.
+The steward delivers them at least once, those of one workflow in order: every command is a no-op when
+it comes twice. While Temporal is away they wait. One that is refused by itself, whatever the reason,
+waits longer each time and is set aside after `REFUSALS`; its error stays in its row, and what it was
+for is done another way: the sweep opens a group that was never started again, with a command that
+today's code writes, and starts a publication by itself; a signal only hastens what rollouts see in the
+ledger anyhow.
 
     kind           key                       payload
     start_group    workflow id               GroupIn
@@ -15,6 +20,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from storage.database import Tx, jsonb
+
+REFUSALS = 8
+"""Refusals of one command after which it is set aside, a minute and a half after the first."""
+
+AWAY_S = 1.0
+"""Seconds before a command is tried again that Temporal was not there to take."""
 
 Kind = Literal["start_group", "cancel_sample", "deadline", "close_group", "publish"]
 
@@ -46,21 +57,24 @@ def repeat(tx: Tx, run: str, kind: Kind, key: str, payload: Mapping[str, Any]) -
     """Insert a command, or send the one of this key again."""
     tx.execute(
         "INSERT INTO outbox(run_id, kind, key, payload) VALUES (%s, %s, %s, %s) "
-        "ON CONFLICT (run_id, kind, key) DO UPDATE SET done_at = NULL, payload = excluded.payload",
+        "ON CONFLICT (run_id, kind, key) DO UPDATE SET done_at = NULL, payload = excluded.payload, "
+        "due_at = now(), refusals = 0, set_aside_at = NULL",
         (run, kind, key, jsonb(payload)),
     )
 
 
 def claim(tx: Tx, limit: int = 100) -> list[Command]:
-    """The oldest commands that are not done, oldest first; skips rows another relay is claiming.
+    """The commands that have been due longest, oldest first; skips rows another relay is claiming.
 
-    Nothing is leased: the caller delivers after its commit, and a second relay that delivers the
-    same command does no harm. A `start_group` whose generation is over is marked done instead, and
-    so is a `publish` of a version that is served or superseded.
+    One command of each workflow at a time, so that theirs arrive in order. Nothing is leased: the
+    caller delivers after its commit, and a second relay that delivers the same command does no harm.
+    A `start_group` whose generation is over is marked done instead, and so is a `publish` of a
+    version that is served or superseded, and a signal that was set aside once its group is closed.
     """
     tx.execute(
         """
-        UPDATE outbox SET done_at = now(), last_error = 'superseded' WHERE id IN (
+        UPDATE outbox SET done_at = now(), last_error = concat_ws('; before: ', 'superseded', last_error)
+        WHERE id IN (
             SELECT o.id FROM outbox o WHERE o.done_at IS NULL
                 AND CASE o.kind
                     WHEN 'start_group' THEN NOT EXISTS (SELECT 1 FROM groups g
@@ -68,15 +82,21 @@ def claim(tx: Tx, limit: int = 100) -> list[Command]:
                     WHEN 'publish' THEN EXISTS (SELECT 1 FROM policy_versions p
                         WHERE p.run_id = o.run_id AND p.state <> 'loading'
                             AND p.version = (o.payload->>'version')::int)
-                    ELSE false END
+                    ELSE o.set_aside_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM groups g
+                        WHERE g.workflow_id = o.payload->>'workflow_id' AND g.state = 'submitted') END
             FOR NO KEY UPDATE SKIP LOCKED)
         """
     )
     rows = tx.execute(
         """
         UPDATE outbox SET tries = tries + 1 WHERE id IN (
-            SELECT id FROM outbox WHERE done_at IS NULL ORDER BY id
-            LIMIT %s FOR NO KEY UPDATE SKIP LOCKED)
+            SELECT o.id FROM outbox o
+            WHERE o.done_at IS NULL AND o.set_aside_at IS NULL AND o.due_at <= now()
+                AND NOT EXISTS (SELECT 1 FROM outbox e WHERE e.run_id = o.run_id AND e.id < o.id
+                    AND e.done_at IS NULL AND e.set_aside_at IS NULL
+                    AND coalesce(e.payload->>'workflow_id', e.key)
+                        = coalesce(o.payload->>'workflow_id', o.key))
+            ORDER BY o.due_at, o.id LIMIT %s FOR NO KEY UPDATE OF o SKIP LOCKED)
         RETURNING id, run_id AS run, kind, key, payload
         """,
         (limit,),
@@ -91,9 +111,33 @@ def done(tx: Tx, ids: Sequence[int]) -> None:
     )
 
 
-def failed(tx: Tx, command: int, error: str) -> None:
-    """Note why a delivery failed; the command stays due."""
-    tx.execute("UPDATE outbox SET last_error = %s WHERE id = %s", (error, command))
+def failed(tx: Tx, errors: Mapping[int, str]) -> None:
+    """Note why these commands were not taken, by id, through no fault of theirs: due again soon.
+
+    What was never tried goes first then, so that no number of them can hold up the rest.
+    """
+    tx.execute(
+        """
+        UPDATE outbox o SET last_error = x.error, due_at = now() + make_interval(secs => %s)
+        FROM unnest(%s::bigint[], %s::text[]) AS x(id, error) WHERE o.id = x.id AND o.done_at IS NULL
+        """,
+        (AWAY_S, list(errors), list(errors.values())),
+    )
+
+
+def refused(tx: Tx, command: int, error: str) -> bool:
+    """Note that a command was refused by itself; whether it is set aside now."""
+    row = tx.execute(
+        """
+        UPDATE outbox SET last_error = %(error)s, refusals = refusals + 1,
+            due_at = now() + make_interval(secs => least(0.5 * 2 ^ refusals, 30)),
+            set_aside_at = CASE WHEN refusals + 1 >= %(most)s THEN now() END
+        WHERE id = %(id)s AND done_at IS NULL AND set_aside_at IS NULL
+        RETURNING set_aside_at IS NOT NULL AS aside
+        """,
+        {"error": error, "most": REFUSALS, "id": command},
+    ).fetchone()
+    return row is not None and bool(row["aside"])
 
 
 def purge(tx: Tx, *, older_s: float) -> int:

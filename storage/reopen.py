@@ -2,7 +2,8 @@
 
 Good members are kept and only the missing samples run again, under a new generation; what the old
 workflow still reports loses its compare-and-set. Bounds end it: `max_stale` stale resubmissions of
-one sample expire the group, `max_losses` losses abandon it.
+one sample expire the group, `max_losses` losses abandon it. A generation that is lost before any of
+its rollouts ran is one loss too, or a group that can never start would be opened for ever.
 """
 
 from typing import Any, Literal
@@ -38,6 +39,11 @@ def reopen(tx: Tx, run: str, group: int, gen: int, *, cause: Cause) -> bool:
         (run, group),
     )
     lost = _end_live(tx, run, group)
+    if cause == "lost":
+        tx.execute(
+            "UPDATE groups SET losses = losses + greatest(1, %s) WHERE (run_id, group_id) = (%s, %s)",
+            (len(lost), run, group),
+        )
     if cause == "lost" and row["deadline_reached_at"] is not None:
         _complete(tx, run, group)
         return True
@@ -101,13 +107,7 @@ def _end_live(tx: Tx, run: str, group: int) -> list[int]:
         """,
         (run, group),
     ).fetchall()
-    lost = sorted(row["sample"] for row in rows if row["state"] == "lost")
-    if lost:
-        tx.execute(
-            "UPDATE groups SET losses = losses + %s WHERE run_id = %s AND group_id = %s",
-            (len(lost), run, group),
-        )
-    return lost
+    return sorted(row["sample"] for row in rows if row["state"] == "lost")
 
 
 def _drop_stale(tx: Tx, run: Run, group: int) -> list[int]:

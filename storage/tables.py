@@ -360,6 +360,9 @@ outbox = Table(
     Column("done_at", Moment),
     Column("tries", Integer, nullable=False),
     Column("last_error", Text),
+    Column("due_at", Moment, nullable=False),
+    Column("refusals", Integer, nullable=False),
+    Column("set_aside_at", Moment),
 )
 events = Table(
     "events",

@@ -441,6 +441,7 @@ ILLEGAL = [
     ("checkpoints_run_id_version_fkey", "UPDATE checkpoints SET version = 9 WHERE step = 1"),
     ("checkpoints_run_id_s3_prefix_key", "UPDATE checkpoints SET s3_prefix = 'same'"),
     # the rest
+    ("set_aside_says_why", "UPDATE outbox SET refusals = 1, set_aside_at = now()"),
     ("outbox_kind_check", "INSERT INTO outbox(run_id, kind, key) VALUES ('r1', 'mail', 'k')"),
     ("outbox_run_id_kind_key_key", "INSERT INTO outbox(run_id, kind, key) "
      "SELECT run_id, kind, key FROM outbox"),

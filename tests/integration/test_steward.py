@@ -21,7 +21,7 @@ from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities import namespace
+from activities import namespace, waits
 from activities.fleet import Fleet
 from activities.garbage import Garbage
 from activities.inference import Crossing, EngineClient, Health
@@ -272,6 +272,54 @@ async def test_a_duplicate_start_finds_the_running_workflow(scene: Scene) -> Non
         assert again.execution.run_id == first.execution.run_id
         scene.rollouts.gate.set()
         await scene.handle(0).result()
+
+
+async def test_poison_commands_hold_up_nobody_and_their_groups_start_another_way(
+    scene: Scene,
+) -> None:
+    scene.run.hand_over()
+    scene.rollouts.gate.set()
+    # What an older version wrote, and what Temporal cannot take.
+    scene.run.do("UPDATE outbox SET payload = payload - 'samples' WHERE key LIKE '%%/g0~0'")
+    long = "jsonb_build_object('task', repeat('x', 3000000))"
+    scene.run.do(f"UPDATE outbox SET payload = payload || {long} WHERE key LIKE '%%/g1~0'")
+    async with scene.workers():
+        for _ in range(outbox.REFUSALS):
+            await scene.relay.deliver()
+            scene.run.do("UPDATE outbox SET due_at = now()")
+        assert await scene.relay.deliver() == 0
+        for group in (2, 3):
+            await scene.handle(group).result()
+        told = {
+            wait.on: wait.detail for wait in await waits.of_run(None, scene.ledger, scene.run.run)
+        }
+        assert "2 commands were refused again and again and are set aside" in told["steward"]
+        rows = scene.run.rows(
+            "SELECT last_error FROM outbox WHERE set_aside_at IS NOT NULL ORDER BY key"
+        )
+        assert "samples" in rows[0]["last_error"]
+        assert "exceeds limit" in rows[1]["last_error"]
+        await scene.sweep().run()
+        assert await scene.relay.deliver() == 2
+        for group in (0, 1):
+            await scene.handle(group, gen=1).result()
+    assert set(scene.run.states().values()) == {"queue"}
+    assert [scene.run.group(group)["losses"] for group in range(4)] == [1, 1, 0, 0]
+
+
+async def test_a_publication_whose_command_is_poison_is_started_by_the_sweep(scene: Scene) -> None:
+    publish(scene, 1)
+    scene.run.do(
+        "UPDATE outbox SET payload = payload || '{\"patience_s\": \"long\"}' WHERE kind = 'publish'"
+    )
+    for _ in range(outbox.REFUSALS):
+        await scene.relay.deliver()
+        scene.run.do("UPDATE outbox SET due_at = now()")
+    scene.engines.add(ENGINE)
+    async with scene.workers():
+        await scene.fleet(ENGINE).tend()
+        await scene.sweep().run()
+        await until(lambda: scene.ledger.call(versions.served, scene.run.run) == 1)
 
 
 async def test_a_close_reaches_running_groups_and_late_signals_are_done(scene: Scene) -> None:
