@@ -203,21 +203,38 @@ def at(tx: Tx, run: str, step: int) -> CheckpointRow | None:
 
 
 def retire(tx: Tx, run: str) -> list[CheckpointRow]:
-    """Mark what is neither among the newest `checkpoint.keep`, nor tagged, nor named by a fork.
+    """Mark what is neither among the newest `checkpoint.keep` nor tagged.
 
-    The caller deletes the objects of what is returned, then calls `deleted`; repeated until then.
+    A fork and its parent name the same objects. Each lets go of them by itself, and whoever does so
+    last deletes them: no new name can come up, for only a durable row can be forked. The caller
+    deletes the objects of what is returned, then calls `deleted`; repeated until then.
     """
     keep = runs.lock(tx, run).config.checkpoint.keep
+    # Two runs that let go of the same objects at once: one of them must see that it is the last.
+    tx.execute(
+        """
+        SELECT 1 FROM checkpoints WHERE state <> 'deleted' AND s3_prefix IN (
+            SELECT s3_prefix FROM checkpoints WHERE run_id = %s AND state <> 'deleted')
+        ORDER BY run_id, step FOR NO KEY UPDATE
+        """,
+        (run,),
+    )
     tx.execute(
         """
         UPDATE checkpoints c SET state = 'retiring' WHERE c.run_id = %(run)s
             AND c.state = 'durable' AND c.tag IS NULL AND c.step NOT IN (
                 SELECT n.step FROM checkpoints n WHERE n.run_id = %(run)s AND n.state = 'durable'
                 ORDER BY n.step DESC LIMIT %(keep)s)
-            AND NOT EXISTS (SELECT 1 FROM checkpoints f WHERE f.s3_prefix = c.s3_prefix
-                AND f.run_id <> c.run_id AND f.state <> 'deleted')
         """,
         {"run": run, "keep": keep},
+    )
+    tx.execute(
+        """
+        UPDATE checkpoints c SET state = 'deleted' WHERE c.run_id = %s AND c.state = 'retiring'
+            AND EXISTS (SELECT 1 FROM checkpoints f WHERE f.s3_prefix = c.s3_prefix
+                AND f.run_id <> c.run_id AND f.state <> 'deleted')
+        """,
+        (run,),
     )
     rows = tx.execute(
         f"SELECT {_FIELDS} FROM checkpoints "  # noqa: S608

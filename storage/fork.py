@@ -2,7 +2,8 @@
 
 The parent is closed and keeps its history; no engine and no object key ever meets an older version
 under a used name. Steps and versions go on counting. The child owes what the parent still owed
-before that step: every group that no earlier step had trained, cut or seen closed.
+before that step: every group that no earlier step had trained, cut or seen closed. Tasks that are set
+aside stay so.
 """
 
 from domain.errors import LedgerError
@@ -29,6 +30,7 @@ def fork(tx: Tx, run: str, epoch: int, step: int) -> str:
     _create(tx, parent, child, start)
     _copy_start(tx, parent, child, start)
     _copy_owed(tx, parent, child, start)
+    _copy_quarantine(tx, parent, child)
     tx.execute(
         "UPDATE runs SET durable_step = first_step, state = 'closed' WHERE run_id = %s", (child,)
     )
@@ -143,4 +145,16 @@ def _copy_owed(tx: Tx, parent: Run, child: str, start: CheckpointRow) -> None:
         SELECT %(child)s, group_id, batch, share, pos, task_id, task FROM owed ORDER BY group_id
         """,
         values,
+    )
+
+
+def _copy_quarantine(tx: Tx, parent: Run, child: str) -> None:
+    """What a person has not released: the child would only find it out again, group by group."""
+    tx.execute(
+        """
+        INSERT INTO quarantine(run_id, task_id, phase, reason, task_sha256, at)
+        SELECT %s, task_id, phase, reason, task_sha256, at FROM quarantine
+        WHERE run_id = %s AND released_at IS NULL
+        """,
+        (child, parent.id),
     )

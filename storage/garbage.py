@@ -1,8 +1,9 @@
 """Stored weights that nothing can ask for again. What is needed is derived from rows, never counted.
 
-A version's objects may go when it is retired (no rollout pins it and no engine lists it: see
-`versions.retire`), no checkpoint that is kept stands at it, no evaluation is due for it, and no
-other run's row names the same objects. So the newest durable version stays, and so does whatever a fork began with.
+A run may let go of a version's objects when it is retired (no rollout pins it and no engine lists it:
+see `versions.retire`), no checkpoint that is kept stands at it, and no evaluation is due for it. So the
+newest durable version stays. A fork and its parent name the same objects: whoever lets go last deletes
+them, so they stay as long as either needs them, and no longer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,32 @@ def unneeded_weights(tx: Tx, run: str) -> list[tuple[int, str]]:
     """`(version, manifest key)` of the versions whose objects may be deleted.
 
     A retired version gains no new pins, and a fork copies no key of it, so the answer holds until
-    the objects are gone.
+    the objects are gone. A version whose objects another run names too is let go at once.
     """
+    # Two runs that let go of the same objects at once: one of them must see that it is the last.
+    tx.execute(
+        """
+        SELECT 1 FROM policy_versions WHERE state <> 'deleted' AND weights_key IN (
+            SELECT weights_key FROM policy_versions WHERE run_id = %s AND state = 'retired')
+        ORDER BY run_id, version FOR NO KEY UPDATE
+        """,
+        (run,),
+    )
+    unneeded = _unneeded(tx, run)
+    rows = tx.execute(
+        """
+        UPDATE policy_versions p SET state = 'deleted'
+        WHERE p.run_id = %s AND p.version = ANY(%s) AND EXISTS (SELECT 1 FROM policy_versions o
+            WHERE o.weights_key = p.weights_key AND o.run_id <> p.run_id AND o.state <> 'deleted')
+        RETURNING p.version
+        """,
+        (run, [version for version, _ in unneeded]),
+    ).fetchall()
+    shared = {row["version"] for row in rows}
+    return [(version, key) for version, key in unneeded if version not in shared]
+
+
+def _unneeded(tx: Tx, run: str) -> list[tuple[int, str]]:
     rows = tx.execute(
         """
         SELECT p.version, p.weights_key FROM policy_versions p
@@ -44,9 +69,6 @@ def unneeded_weights(tx: Tx, run: str) -> list[tuple[int, str]]:
                 WHERE (e.run_id, e.version) = (p.run_id, p.version))
             AND NOT EXISTS (SELECT 1 FROM checkpoints c
                 WHERE (c.run_id, c.version) = (p.run_id, p.version) AND c.state = 'durable')
-            AND NOT EXISTS (SELECT 1 FROM policy_versions o
-                WHERE o.weights_key = p.weights_key AND o.run_id <> p.run_id
-                    AND o.state <> 'deleted')
             AND NOT EXISTS (SELECT 1 FROM steps t JOIN runs r USING (run_id)
                 WHERE (t.run_id, t.version_before) = (p.run_id, p.version)
                     AND t.step %% (r.config #>> '{run,evaluation,every}')::int = 0

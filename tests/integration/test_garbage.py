@@ -6,7 +6,7 @@ import pytest
 
 from activities.garbage import Garbage
 from domain.services import Services
-from storage import fork, garbage, manifests, pushes, versions
+from storage import fork, garbage, manifests, pushes, runs, versions
 from storage.database import Ledger
 from storage.objects import ObjectStore
 from tests.rehearsal import ENGINE, Rehearsal, configuration
@@ -37,13 +37,7 @@ def trained(ledger: Ledger, store: ObjectStore, steps: int, *, keep: int = 1) ->
     run = Rehearsal(ledger, config).begin()
     for prefix in ("weights/r1/", "checkpoints/r1/"):  # of the test before
         store.delete(entry.key for entry in store.list(prefix))
-    for _ in range(steps):
-        run.hand_over()
-        for group in [g for g, at in run.states().items() if at == "submitted"]:
-            run.complete(group)
-        run.planned()
-        run.serve(run.apply())
-        run.checkpoint()
+    train(run, steps)
     for version in range(steps + 1):
         put(store, weights(version))
         put(store, f"weights/r1/{version}/x/model.safetensors")
@@ -52,11 +46,21 @@ def trained(ledger: Ledger, store: ObjectStore, steps: int, *, keep: int = 1) ->
     return run
 
 
-def retire(ledger: Ledger) -> None:
+def train(run: Rehearsal, steps: int) -> None:
+    for _ in range(steps):
+        run.hand_over()
+        for group in [g for g, at in run.states().items() if at == "submitted"]:
+            run.complete(group)
+        run.planned()
+        run.serve(run.apply())
+        run.checkpoint()
+
+
+def retire(ledger: Ledger, run: str = "r1") -> None:
     """What the steward's rounds do: drain, unload, retire."""
-    for version in ledger.call(versions.retire, "r1"):
-        ledger.call(versions.unloaded, "r1", ENGINE, version)
-    ledger.call(versions.retire, "r1")
+    for version in ledger.call(versions.retire, run):
+        ledger.call(versions.unloaded, run, ENGINE, version)
+    ledger.call(versions.retire, run)
 
 
 async def test_retired_weights_and_superseded_checkpoints_are_deleted(
@@ -104,14 +108,50 @@ async def test_the_newest_durable_version_and_what_a_fork_began_with_stay(
 ) -> None:
     run = trained(ledger, store, 2, keep=3)
     child = ledger.call(fork.fork, "r1", run.epoch, 1)  # names version 1 and its checkpoint
-    run.do("DELETE FROM checkpoints WHERE run_id = 'r1' AND step = 0")
-    run.do("UPDATE checkpoints SET state = 'retiring' WHERE run_id = 'r1' AND step = 1")
+    keep_only(run, "r1", 1)
     retire(ledger)
     await Garbage(ledger, store).collect()
-    assert weights(1) in kept(store, "weights/r1/")
-    assert weights(2) in kept(store, "weights/r1/")
-    assert weights(0) not in kept(store, "weights/r1/")
+    assert kept(store, "weights/r1/") == [weights(1), weights(2)]
+    assert steps_kept(store) == [1, 2]
+    assert ledger.call(versions.state, "r1", 1) == "deleted"  # the parent has let go of it
     assert ledger.call(versions.state, child, 1) == "uploaded"
+    assert ledger.call(garbage.runs_with_garbage) == []
+
+
+async def test_the_last_of_a_fork_and_its_parent_deletes_what_both_began_with(
+    ledger: Ledger, store: ObjectStore
+) -> None:
+    run = trained(ledger, store, 2, keep=3)
+    name = ledger.call(fork.fork, "r1", run.epoch, 1)
+    child = Rehearsal(ledger, ledger.call(runs.read, name).config)
+    child.take_over()
+    child.serve(1)
+    train(child, 1)
+    keep_only(run, name, 1)
+    retire(ledger, name)
+    await Garbage(ledger, store).collect()
+    assert ledger.call(versions.state, name, 1) == "deleted"
+    assert weights(1) in kept(store, "weights/r1/")  # the parent may still be forked there
+    assert 1 in steps_kept(store)
+    keep_only(run, "r1", 1)
+    retire(ledger)
+    await Garbage(ledger, store).collect()
+    assert weights(1) not in kept(store, "weights/r1/")
+    assert 1 not in steps_kept(store)
+    assert ledger.call(garbage.runs_with_garbage) == []
+
+
+def keep_only(run: Rehearsal, name: str, keep: int) -> None:
+    run.do(
+        "UPDATE runs SET config = jsonb_set(config, '{run,checkpoint,keep}', to_jsonb(%s)) "
+        "WHERE run_id = %s",
+        keep,
+        name,
+    )
+
+
+def steps_kept(store: ObjectStore) -> list[int]:
+    return [int(key.split("/")[2]) for key in kept(store, "checkpoints/r1/")]
 
 
 async def test_weights_of_a_kept_checkpoint_stay_even_when_superseded(

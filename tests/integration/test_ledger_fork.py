@@ -1,11 +1,14 @@
 """A rewind is a fork: the parent keeps its history, the child owes what was owed then."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from domain.errors import LedgerError
-from storage import checkpoints, fork, runs, versions
+from storage import checkpoints, fork, quarantine, runs, versions
 from storage.database import Ledger
-from tests.rehearsal import Rehearsal, configuration
+from tests.rehearsal import Rehearsal, configuration, digest
 
 
 def resumed(ledger: Ledger, parent: Rehearsal, step: int) -> Rehearsal:
@@ -69,13 +72,70 @@ def test_weights_the_parent_never_uploaded_are_the_childs_to_upload(ledger: Ledg
     assert ledger.call(versions.state, name, 1) == "computed"
 
 
-def test_a_checkpoint_that_a_fork_names_is_not_retired(ledger: Ledger) -> None:
-    run = Rehearsal(ledger, configuration(checkpoint={"keep": 1})).begin()
+def test_whoever_lets_go_of_a_shared_checkpoint_last_deletes_it(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration(checkpoint={"keep": 1}), batches=4).begin()
     for _ in range(2):
         run.train(1)
         run.checkpoint()
-    ledger.call(fork.fork, "r1", run.epoch, 1)
+    child = resumed(ledger, run, 1)
     assert [row.step for row in ledger.call(checkpoints.retire, "r1")] == [0]
+    ledger.call(checkpoints.deleted, "r1", [0])
+    assert checkpoint_states(run) == {
+        ("r1", 0): "deleted",
+        ("r1", 1): "deleted",
+        ("r1", 2): "durable",
+        ("r1.2", 1): "durable",
+    }
+    child.train(1)
+    child.checkpoint()
+    (last,) = ledger.call(checkpoints.retire, "r1.2")
+    assert (last.step, last.prefix) == (
+        1,
+        run.value("SELECT s3_prefix FROM checkpoints WHERE run_id = 'r1' AND step = 1"),
+    )
+    assert ledger.call(checkpoints.retire, "r1") == []
+
+
+def test_runs_that_let_go_of_a_shared_checkpoint_at_once_delete_it_once(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration(checkpoint={"keep": 1}), batches=4).begin()
+    for _ in range(2):
+        run.train(1)
+        run.checkpoint()
+    child = resumed(ledger, run, 1)
+    child.train(1)
+    child.checkpoint()
+    together = threading.Barrier(2)
+
+    def retire(name: str) -> list[int]:
+        with ledger.transaction() as tx:
+            together.wait(20)
+            return [row.step for row in checkpoints.retire(tx, name)]
+
+    with ThreadPoolExecutor(2) as pool:
+        steps = [future.result() for future in [pool.submit(retire, n) for n in ("r1", "r1.2")]]
+    assert sorted(step for found in steps for step in found) == [0, 1]
+
+
+def checkpoint_states(run: Rehearsal) -> dict[tuple[str, int], str]:
+    rows = run.rows("SELECT run_id, step, state FROM checkpoints")
+    return {(row["run_id"], row["step"]): row["state"] for row in rows}
+
+
+def test_tasks_that_are_set_aside_stay_so(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration(schedule={"ahead": 0}), batches=4).begin()
+    run.train(1)
+    run.checkpoint()
+    for task, released in (("t1.0", "now()"), ("t1.1", "NULL")):
+        run.do(
+            "INSERT INTO quarantine(run_id, task_id, phase, reason, task_sha256, released_at) "
+            f"VALUES ('r1', %s, 'reset', 'it breaks', %s, {released})",
+            task,
+            digest(task),
+        )
+    child = resumed(ledger, run, 1)
+    assert [row.task for row in ledger.call(quarantine.listed, child.run)] == ["t1.1"]
+    child.hand_over()
+    assert child.states() == {2: "submitted", 3: "quarantined"}
 
 
 def test_a_group_closed_before_the_step_stays_closed(ledger: Ledger) -> None:
