@@ -3,7 +3,7 @@
 Speaks vLLM's `/inference/v1/generate` and `abort_requests`, and rollbook's `load`, `unload` and
 `health`. Every answer is checked (`activities/answers.py`) before anyone sees it.
 
-    EngineUnavailable   connection, time-out, 5xx, 429: another engine may do
+    EngineUnavailable   connection, time-out, 5xx, 429, a policy that it has not: another engine may do
     EngineRefused       4xx, with the engine's own words
     WrongVersion        other weights than those named
 
@@ -286,11 +286,13 @@ class EngineClient:
         request = httpx.Request("POST", engine_url + path, content=content, headers=headers)
         answer = await self._ask(request, timeout_s)
         status = answer.status_code
-        if status == 429 or status >= 500 or status == 499:
+        if status == 404 and absent:
+            return answer
+        if status == 429 or status >= 500 or status == 499 or _has_restarted(answer):
             raise EngineUnavailable(
                 f"engine {engine_url}{path} answered {status}: {answer.text[:500]}"
             )
-        if status != 200 and not (status == 404 and absent):
+        if status != 200:
             raise EngineRefused(
                 f"engine {engine_url}{path} answered {status}: {answer.text[:2000]}"
             )
@@ -306,6 +308,19 @@ class EngineClient:
             raise EngineUnavailable(
                 f"engine {request.url}: {type(error).__name__} {error}".rstrip()
             ) from error
+
+
+def _has_restarted(answer: httpx.Response) -> bool:
+    """Whether the engine does not know the policy: nobody is sent to one that never held it.
+
+    It has restarted, and until its new incarnation is seen the routes still lead there.
+    """
+    if answer.status_code != 404:
+        return False
+    try:
+        return bool(answer.json()["error"]["type"] == "UnknownPolicy")
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:

@@ -4,7 +4,7 @@
     429 Overloaded    500 PolicyFailed     502 ObjectError    503 NotResident, no server
     507 Full
 
-Callers try 429 and 5xx again, here or elsewhere; any other 4xx would be refused every time.
+Callers try 404, 429 and 5xx again, here or elsewhere; any other 4xx would be refused every time.
 """
 
 from collections.abc import Awaitable, Callable

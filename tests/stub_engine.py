@@ -30,6 +30,8 @@ class StubEngine:
     status: int = 200
     failures: int = 0
     """Answer 503 to so many further requests."""
+    forgotten: int = 0
+    """Answer so many further requests as an engine that has restarted and holds nothing."""
     logprob: float = -0.5
     say: Callable[[dict[str, Any]], Sequence[int]] | None = None
     """What is sampled for a request, cut to what it asks for; instead of `tokens`."""
@@ -55,6 +57,10 @@ class StubEngine:
         if self.failures > 0:
             self.failures -= 1
             return Response("try again", status_code=503)
+        if self.forgotten > 0:
+            self.forgotten -= 1
+            told = {"message": "it is not resident", "type": "UnknownPolicy", "code": 404}
+            return Response(json.dumps({"error": told}), status_code=404)
         if self.status != 200:
             return Response("the engine's own words", status_code=self.status)
         wanted = body["sampling_params"]["max_tokens"]

@@ -163,7 +163,7 @@ async def test_what_is_not_the_promised_adapter_is_refused_and_the_rest_serves_o
     described = lora.describe(wide.model, Lora(rank=16, alpha=16))
     with pytest.raises(EngineRefused, match=r"422.*rank 16"):
         await adapters.load("run@3", stored(wide, adapter=described))
-    with pytest.raises(EngineRefused, match="404"):
+    with pytest.raises(EngineUnavailable, match="404"):
         await ask(adapters, [1, 2], "run@3")
     assert error(A[2], [1, 2], await ask(adapters, [1, 2], "run@2")) < EXACT
     await adapters.load("run@3", stored(A[3]))

@@ -42,7 +42,7 @@ def error(weights: Weights, ids: list[int], found: Generated, temperature: float
 async def test_a_front_starts_empty_and_names_what_it_lacks(in_place: Lab) -> None:
     health = await in_place.client.health(in_place.url)
     assert (health.max_resident, health.policies) == (1, {})
-    with pytest.raises(EngineRefused, match=r"404.*'run@0' is not resident"):
+    with pytest.raises(EngineUnavailable, match=r"404.*'run@0' is not resident"):
         await ask(in_place, prompt(5), "run@0")
 
 
@@ -237,7 +237,7 @@ async def test_weights_that_do_not_reproduce_the_probe_never_sample(in_place: La
         await in_place.serve("run@7", W[3], tensors=W[0].tensors, crossing=HOLD)
     with pytest.raises(EngineUnavailable, match="turned out to be wrong"):
         await pending
-    with pytest.raises(EngineRefused, match="404"):
+    with pytest.raises(EngineUnavailable, match="404"):
         await ask(in_place, ids, "run@7")
     found = await ask(in_place, ids, "run@6")
     assert error(W[2], ids, found) < EXACT

@@ -253,6 +253,18 @@ async def test_engines_that_stay_away_are_an_infra_error_within_the_limit(
     assert (row["status"], row["reward"], row["member"]) == ("infra_error", None, False)
 
 
+async def test_an_engine_that_restarted_and_holds_nothing_yet_fails_nobody(
+    make: Make, engine: StubEngine, client: EngineClient
+) -> None:
+    b = make()
+    engine.forgotten = 3
+    with_engines(b, engine.url)
+    group = b.group()
+    ref = await Worker(b, client, Session(sample_once)).play(b.key(group, 0), limited(10.0))
+    assert ref.member
+    assert len(engine.requests) == 4
+
+
 @pytest.mark.parametrize("status", [400, 404, 422])
 async def test_a_refusal_is_not_tried_again_and_carries_the_engines_words(
     make: Make, engine: StubEngine, client: EngineClient, status: int
