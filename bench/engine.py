@@ -46,7 +46,9 @@ class Folder:
 
     def fetch(self, manifest: str, sha256: str) -> Fetched:
         """The folder's weights, written as one shard."""
-        model = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            self._model, dtype=torch.float32, use_safetensors=True
+        )
         self._scratch.mkdir()
         tensors = {n: p.detach() for n, p in model.named_parameters()}
         save_file(tensors, self._scratch / "shard-0.safetensors")
@@ -194,7 +196,9 @@ def main() -> None:
             )  # fmt: skip
             tiny = GPT2LMHeadModel(config)
             tiny.save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True
+        )
         model.requires_grad_(False)
         with serving(folder, Path(scratch) / "weights", chosen.threads) as (url, pid):
             asyncio.run(compare(url, pid, model, chosen.tokens))

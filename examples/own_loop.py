@@ -154,7 +154,7 @@ def main() -> None:
         log=tell,
     ) as scheduler:
         if checkpoint.exists():
-            saved = torch.load(checkpoint, weights_only=False)
+            saved = torch.load(checkpoint, weights_only=True)
             state.load_state_dict(saved["trained"])
             scheduler.load_state_dict(saved["scheduler"])
             print(f"from the checkpoint before step {saved['scheduler']['step']}", flush=True)

@@ -76,14 +76,17 @@ class Manifest(_Stored):
         """Parse the stored form.
 
         Raises:
-            ObjectError: it is no manifest, or names a file outside the set.
+            DigestMismatch: it is no manifest, or names a file outside the set.
         """
         try:
             manifest = cls.model_validate_json(content)
-        except ValidationError as error:
-            raise ObjectError(f"{key!r} is no manifest this version can read: {error}") from error
-        for name in manifest.files:
-            _check_name(name)
+            for name in manifest.files:
+                _check_name(name)
+        except (ValidationError, ObjectError) as error:
+            raise DigestMismatch(
+                f"{key!r} is no manifest that this version can read: {error}; restore the object, or "
+                "go back to an earlier version or checkpoint"
+            ) from error
         return manifest
 
 

@@ -207,8 +207,8 @@ def verify_replay(
 ) -> None:
     """Compare a recomputed step with what was booked, and count the replay.
 
-    Under `exact = "order"` other bits are legal as long as the step updates alike: the version it
-    made was not published before it became durable, so it takes the new digest.
+    Under `exact = "order"` other bits are legal as long as the step updates alike: nobody has seen
+    what it made, because it was not durable yet, so step and version take the new digest.
 
     Raises:
         ReplayDiverged: names the step and both digests.
@@ -221,6 +221,10 @@ def verify_replay(
     if not inexact:
         _compare(run, step, row, updated, weights_sha256)
     elif updated:
+        tx.execute(
+            "UPDATE steps SET weights_sha256 = %s WHERE run_id = %s AND step = %s",
+            (weights_sha256, run, step),
+        )
         tx.execute(
             "UPDATE policy_versions SET weights_sha256 = %s "
             "WHERE run_id = %s AND version = %s AND state = 'computed'",

@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -146,7 +147,7 @@ def load(
                 f"checkpoint {prefix!r} has format {state['format']}, this code reads {FORMAT}; "
                 "resume it with the rollbook that wrote it"
             )
-        weights = load_file(folder / WEIGHTS)
+        weights = _tensors(prefix, folder / WEIGHTS)
         if not (weights_digest(weights).hex() == manifest.sha256 == state["weights_sha256"]):
             raise DigestMismatch(
                 f"checkpoint {prefix!r}: the weights do not have the digest {manifest.sha256} that "
@@ -154,7 +155,7 @@ def load(
             )
         try:
             policy.load(weights)
-            optimizer.restore(load_file(folder / OPTIMIZER))
+            optimizer.restore(_tensors(prefix, folder / OPTIMIZER))
         except ValueError as error:
             raise DigestMismatch(f"checkpoint {prefix!r}: {error}") from error
         determinism.restore_generators(state["generators"])
@@ -166,6 +167,17 @@ def load(
         position=state["position"],
         weights_sha256=bytes.fromhex(manifest.sha256),
     )
+
+
+def _tensors(prefix: str, file: Path) -> dict[str, Tensor]:
+    """The tensors of a file that the manifest vouches for. It can hold nothing that would run."""
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise DigestMismatch(
+            f"checkpoint {prefix!r}: {file.name} is no safetensors file ({error}); nothing else is "
+            "ever read. Restore the objects below that prefix, or go back to an earlier checkpoint"
+        ) from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -125,14 +125,16 @@ class Workshop:
         """The learner as it stood at the newest checkpoint that can be read.
 
         A checkpoint that is damaged or gone is named, and the one before it taken: the steps since
-        then are replayed from their plans, and every digest is compared.
+        then are replayed from their plans, and every digest is compared. Under `exact = "order"` a
+        replay makes other weights than those that were published since, so there it must be the
+        newest.
 
         Args:
             found: the run.
             at_most: take none that is newer than this step's.
 
         Raises:
-            DigestMismatch, ObjectMissing: no checkpoint can be read.
+            DigestMismatch: no checkpoint that may be taken can be read.
         """
         config, world = found.config, found.world
         threads = int(world["threads"])
@@ -158,7 +160,8 @@ class Workshop:
 
     def _load_newest(self, found: Run, newest: int, policy: Policy, optimizer: Optimizer) -> State:
         damage: Exception | None = None
-        for step in range(newest, found.first_step - 1, -1):
+        inexact = found.config.trainer.exact == "order"
+        for step in range(newest, newest - 1 if inexact else found.first_step - 1, -1):
             row = self.ledger.call(checkpoints.at, self.run, step)
             if row is None:
                 continue
@@ -167,9 +170,14 @@ class Workshop:
             except (DigestMismatch, ObjectMissing) as error:
                 damage = error
                 log.error("checkpoint %d of %s cannot be read: %s", step, self.run, error)  # noqa: TRY400
+        remedy = "restore it in the object store"
+        if inexact:
+            remedy += (
+                ", or fork the run from an earlier one (--from-step): under trainer.exact = "
+                '"order" its steps since would become others than were published'
+            )
         raise DigestMismatch(
-            f"no checkpoint of run {self.run} can be read; restore the objects under "
-            f"checkpoints/{self.run}/ in the object store"
+            f"no checkpoint of run {self.run} can be read; {remedy}. Of the last: {damage}"
         ) from damage
 
     def _load(self, row: CheckpointRow, policy: Policy, optimizer: Optimizer) -> State:

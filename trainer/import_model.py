@@ -103,7 +103,9 @@ def import_model(source: str, folder: Path) -> Imported:
 
 
 def _check_equal(model: torch.nn.Module, folder: Path) -> None:
-    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    again = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
     expected, found = model.state_dict(), again.state_dict()
     different = sorted(
         name

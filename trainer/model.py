@@ -57,13 +57,14 @@ class Policy:
 
     @classmethod
     def pretrained(cls, folder: Path, config: RunConfig, device: torch.device) -> "Policy":
-        """The folder's network with the folder's weights."""
+        """The folder's network with the folder's weights; safetensors alone, never a pickle."""
         network = AutoModelForCausalLM.from_pretrained(
             folder,
             config=_described(folder),
             attn_implementation="sdpa",
             dtype=getattr(torch, config.model.dtype),
             local_files_only=True,
+            use_safetensors=True,
         )
         return cls(network, device, save_memory=True)
 

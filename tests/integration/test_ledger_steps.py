@@ -101,6 +101,7 @@ def test_an_inexact_replay_gives_the_unpublished_version_its_new_digest(ledger: 
     )
     now = run.value("SELECT weights_sha256 FROM policy_versions WHERE version = 1")
     assert bytes(now) == digest("other bits")
+    assert bytes(run.value("SELECT weights_sha256 FROM steps")) == digest("other bits")
     with pytest.raises(ReplayDiverged):
         ledger.call(
             steps.verify_replay, "r1", run.epoch, 0, updated=False, weights_sha256=digest("x")

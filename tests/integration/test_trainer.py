@@ -316,7 +316,8 @@ def test_without_any_readable_checkpoint_the_run_fails_and_says_what_to_restore(
         assert train(run, around, fleet) == "failed"
     failure = ledger.call(runs.read, run).failure
     assert failure is not None
-    assert f"restore the objects under checkpoints/{run}/" in failure
+    assert "restore it in the object store" in failure
+    assert f"object 'checkpoints/{run}/00000000/" in failure
 
 
 def test_a_zombie_is_fenced_and_leaves_no_trace(
