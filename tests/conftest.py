@@ -15,7 +15,7 @@ import pytest
 from domain.services import Services
 from rollbook.stack import ports
 from rollbook.stack.postgres import Postgres
-from rollbook.stack.seaweed import GRPC_OFFSET, Seaweed, SeaweedPorts
+from rollbook.stack.seaweed import GRPC_OFFSET, Seaweed, SeaweedPorts, sockets_suit
 from rollbook.stack.supervise import Supervisor
 from rollbook.stack.temporal import Temporal
 
@@ -78,7 +78,7 @@ def temporal_address(temporal: Temporal) -> str:
 def seaweed(state_folder: Path, supervisor: Supervisor) -> Seaweed:
     chosen: list[int] = []
     for _ in range(5):
-        chosen.append(ports.choose(0, chosen, companion=GRPC_OFFSET))
+        chosen.append(ports.choose(0, chosen, companion=GRPC_OFFSET, suits=sockets_suit))
     server = Seaweed(
         state=state_folder,
         ports=SeaweedPorts(

