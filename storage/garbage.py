@@ -8,7 +8,7 @@ them, so they stay as long as either needs them, and no longer.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from storage.database import Tx
 
@@ -94,12 +94,14 @@ class Census:
 
 def census(tx: Tx) -> Census:
     """Which runs there are, and which sets of objects are named."""
-    runs = tx.execute("SELECT run_id, created_at, now() AS now FROM runs").fetchall()
+    clock = tx.execute("SELECT now() AS now").fetchone()
+    assert clock is not None
+    runs = tx.execute("SELECT run_id, created_at FROM runs").fetchall()
     named = tx.execute("SELECT s3_prefix FROM checkpoints WHERE state <> 'deleted'").fetchall()
     return Census(
         born={row["run_id"]: row["created_at"] for row in runs},
         named=frozenset(row["s3_prefix"] for row in named),
-        now=max((row["now"] for row in runs), default=datetime.min.replace(tzinfo=UTC)),
+        now=clock["now"],
     )
 
 

@@ -223,3 +223,7 @@ async def test_what_a_crash_left_behind_is_swept_once_it_is_old(
     await Garbage(ledger, store).sweep(older_s=-60)
     store.delete(e.key for e in store.list("checkpoints/r1/00000001/7-"))
     store.delete(e.key for e in store.list("checkpoints/r2/"))
+
+
+async def test_a_ledger_without_runs_is_swept_too(ledger: Ledger, store: ObjectStore) -> None:
+    await Garbage(ledger, store).sweep()
