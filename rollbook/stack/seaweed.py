@@ -52,8 +52,16 @@ class Seaweed:
         """Make the data folder.
 
         Raises:
+            ConfigError: the server could not make its sockets.
             ValueError: no keys; without them the server would let everybody in.
         """
+        folder = Path(SOCKETS).parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{folder} cannot be written by this user, and SeaweedFS makes its sockets there; "
+                f"chmod 1777 {folder}, or set ROLLBOOK_S3_ENDPOINT and its AWS keys to a store of "
+                "your own"
+            )
         if not self.access_key or not self.secret_key:
             raise ValueError("SeaweedFS without keys allows everything; give it both")
         self.data.mkdir(exist_ok=True, mode=0o700)

@@ -61,6 +61,16 @@ def test_a_port_whose_sockets_belong_to_others_is_not_given_to_the_store(
     assert seaweed.sockets_suit(port + 1)
 
 
+def test_without_a_place_for_its_sockets_the_store_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seaweed, "SOCKETS", str(tmp_path / "gone" / "{server}-{port}.sock"))
+    chosen = parts.choose_ports(parts.PARTS, PortWishes(), Record.fresh())
+    described = parts.Parts(tmp_path, Record.fresh(), chosen, {})
+    with pytest.raises(ConfigError, match="chmod 1777"):
+        described.seaweed().prepare()
+
+
 def test_an_address_makes_its_part_external() -> None:
     assert parts.embedded_in({}) == parts.PARTS
     assert parts.embedded_in({"ROLLBOOK_TEMPORAL_ADDRESS": "there:7233"}) == ("postgres", "s3")
