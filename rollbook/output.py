@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ def show(value: Any) -> str:
     """A cell for people."""
     if value is None:
         return "–"
-    if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 1000 else f"{value:.0f}"
+    if isinstance(value, float | Decimal):
+        return _number(float(value))
     if isinstance(value, datetime):
         return value.astimezone().strftime("%H:%M:%S")
     if isinstance(value, bytes | bytearray | memoryview):
@@ -34,8 +35,16 @@ def show(value: Any) -> str:
     return str(value)
 
 
+def _number(value: float) -> str:
+    if 0 < abs(value) < 0.0005:
+        return f"{value:.1e}"
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.0f}"
+
+
 def plain(value: Any) -> Any:
     """What json cannot write by itself: times as ISO text, bytes as hex, the rest as text."""
+    if isinstance(value, Decimal):
+        return float(value)
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, bytes | bytearray | memoryview):
