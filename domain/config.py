@@ -109,6 +109,8 @@ class Schedule(Section):
     """Empty steps in a row that fail the run."""
     filter_zero_variance: bool = False
     """Leave out groups whose members all got the same reward; further groups take their place."""
+    max_filtered_batches: Positive = 10
+    """Batches' worth of groups in a row that the filter leaves out before the run fails."""
 
 
 class KVCachePolicy(Section):
@@ -238,6 +240,13 @@ class Trainer(Section):
     """torch threads; fixed at run creation, since digests depend on it. Default: all cores."""
     exact: Literal["bits", "order"] = "bits"
     """`bits`: a replay must reproduce the weights; `order`: kernels are not deterministic."""
+
+    @property
+    def overlong(self) -> tuple[int, int] | None:
+        """Where the soft overlong penalty starts and stops, in sampled tokens of a rollout."""
+        if self.overlong_from is None or self.overlong_to is None:
+            return None
+        return self.overlong_from, self.overlong_to
 
 
 class Checkpoint(Section):

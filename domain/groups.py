@@ -10,7 +10,7 @@ cancelled by the source              again, `cancelled`      yes
 too old (any of the above)           again, `stale`          no
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +60,25 @@ def verdict(status: Status, reward: float | None, policy: Truncation = "mask") -
 def trains(status: Status, policy: Truncation) -> bool:
     """Whether the member's own tokens take loss, and so take rows."""
     return status is not Status.TRUNCATED or policy in ("score", "zero")
+
+
+def overlong_penalty(tokens: int, start: int, stop: int) -> float:
+    """0 up to `start` sampled tokens of the rollout, -1 from `stop` on, linear in between.
+
+    DAPO's soft punishment, arXiv:2503.14476; it is added to the reward before anything is compared.
+    """
+    return -min(max(tokens - start, 0) / (stop - start), 1.0)
+
+
+def teaches(members: Sequence[tuple[float | None, bool]]) -> bool:
+    """Whether a group's members differ: otherwise every advantage within the group is exactly 0.
+
+    Args:
+        members: of each, the reward that enters the baseline (None: it stays outside) and whether
+            its own tokens take loss.
+    """
+    compared = [reward for reward, _ in members if reward is not None]
+    return sum(takes_loss for _, takes_loss in members) >= 2 and min(compared) < max(compared)
 
 
 def baseline_reward(status: Status, reward: float | None, policy: Truncation) -> float | None:

@@ -110,6 +110,11 @@ def conflicts(c: "RunConfig") -> list[tuple[bool, str]]:
             '"deadline" or "admission"',
         ),
         (
+            s.filter_zero_variance and t.estimator == "batch",
+            'trainer.estimator = "batch" compares a rollout with the whole batch, so that equal '
+            "rewards within a group still teach; schedule.filter_zero_variance needs another",
+        ),
+        (
             c.admit > c.tasks.batch_size or (c.admit < c.tasks.batch_size and s.order != "dataset"),
             f"groups.admit = {c.admit} must not exceed tasks.batch_size = {c.tasks.batch_size}, "
             'and a smaller one needs schedule.order = "dataset"',

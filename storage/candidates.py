@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from domain.groups import baseline_reward, truncation_policy
+from domain.groups import baseline_reward, overlong_penalty, teaches, trains, truncation_policy
 from domain.planning import Ready, Running
 from domain.rollouts import Status
 from storage import tasks
@@ -75,21 +75,23 @@ def read(tx: Tx, run: Run, share: int, step: int) -> Candidates:
 
 
 def _without_variance(tx: Tx, run: Run, groups: list[int]) -> set[tuple[int, int]]:
-    """Parts of these groups whose members' rewards do not differ, if such are to be filtered."""
+    """Parts of these groups that teach nothing at the rewards they train at, if such are filtered."""
     if not run.config.schedule.filter_zero_variance:
         return set()
     trainer = run.config.trainer
-    rewards: dict[tuple[int, int], set[float]] = {}
+    parts: dict[tuple[int, int], list[tuple[float | None, bool]]] = {}
     for row in tx.execute(
-        "SELECT group_id, part, status, reward, truncation FROM attempts "
+        "SELECT group_id, part, status, reward, truncation, policy_tokens FROM attempts "
         "WHERE run_id = %s AND group_id = ANY(%s) AND member AND part IS NOT NULL",
         (run.id, groups),
     ):
         policy = truncation_policy(
             trainer.truncation, trainer.truncation_by_cause, row["truncation"]
         )
-        reward = baseline_reward(Status(row["status"]), row["reward"], policy)
-        seen = rewards.setdefault((row["group_id"], row["part"]), set())
-        if reward is not None:
-            seen.add(reward)
-    return {key for key, values in rewards.items() if len(values) < 2}
+        status = Status(row["status"])
+        reward = baseline_reward(status, row["reward"], policy)
+        if reward is not None and trainer.overlong is not None:
+            reward += overlong_penalty(row["policy_tokens"], *trainer.overlong)
+        members = parts.setdefault((row["group_id"], row["part"]), [])
+        members.append((reward, trains(status, policy)))
+    return {key for key, members in parts.items() if not teaches(members)}

@@ -1,7 +1,8 @@
 """When a run stops because nothing it samples can be trained.
 
-An empty step, or a group that ended without training, is normal; too many in a row mean that the
-environment, the budgets or the rows are wrong, and the run fails with the causes it counted.
+An empty step, a group that ended without training, or one whose rewards do not differ is normal;
+too many in a row mean that the environment, the budgets, the rows or the verifier are wrong, and
+the run fails with the causes it counted.
 """
 
 from storage.database import Tx
@@ -54,6 +55,36 @@ def unadmitted_groups(tx: Tx, run: Run) -> str | None:
         f"{row['n']} groups in a row ended without training, more than "
         f"schedule.max_empty_batches x tasks.batch_size = {limit}: {causes}; see "
         f"`rollbook inspect {run.id}`"
+    )
+
+
+def filtered_groups(tx: Tx, run: Run, share: int) -> str | None:
+    """The failure, if more than max_filtered_batches·B groups in a row were cut for equal rewards.
+
+    Counted in completion order since the last group of this share that had something to teach, or
+    since the last resume of a failed run.
+    """
+    schedule = run.config.schedule
+    limit = schedule.max_filtered_batches * run.config.tasks.batch_size
+    row = tx.execute(
+        """
+        SELECT count(*) AS n FROM queue q JOIN runs r USING (run_id)
+        WHERE q.run_id = %(run)s AND q.share = %(share)s AND q.cause = 'zero_variance'
+            AND q.admitted_at > r.resumed_at AND q.admitted_seq > (
+                SELECT coalesce(max(u.admitted_seq), 0) FROM queue u WHERE u.run_id = %(run)s
+                AND u.share = %(share)s AND u.cause IS DISTINCT FROM 'zero_variance')
+        """,
+        {"run": run.id, "share": share},
+    ).fetchone()
+    assert row is not None
+    if row["n"] <= limit:
+        return None
+    return (
+        f"{row['n']} groups in a row had equal rewards and were left out, more than "
+        f"schedule.max_filtered_batches x tasks.batch_size = {limit}: the verifier does not tell "
+        f"rollouts apart, or every task is too easy or too hard. Look at the rewards (`rollbook "
+        f"inspect {run.id}`); correct the verifier and resume, or start a run with other tasks, a "
+        "larger groups.size, or without schedule.filter_zero_variance"
     )
 
 

@@ -81,7 +81,7 @@ def plan(tx: Tx, run: str, epoch: int, share: int, step: int) -> Planned | Waiti
     if owner.ended:
         return Waiting(kind="end", reason=f"the run's {owner.config.steps} steps are trained")
     if owner.state == "paused":
-        return Waiting(kind="wait", reason=f"paused; `rollbook resume {run}` goes on")
+        return Waiting(kind="wait", reason=f"paused; `rollbook unpause {run}` goes on")
     _send_back_stale(tx, owner, share)
     seen = candidates.read(tx, owner, share, step)
     decision = _decide(owner, seen)
@@ -309,6 +309,8 @@ def _write(
         case planning.Wait():
             if run.config.schedule.order != "dataset":
                 failure = exhaustion.unadmitted_groups(tx, run)
+                if failure is None and run.config.schedule.filter_zero_variance:
+                    failure = exhaustion.filtered_groups(tx, run, share)
                 if failure is not None:
                     runs.fail(tx, run.id, failure)
             return Waiting(kind="wait", reason=decision.reason)

@@ -51,7 +51,7 @@ class Batch:
                 truncation_by_cause=t.truncation_by_cause,
                 support_capacity=t.support_capacity,
                 standardize=t.standardize,
-                overlong=figures.overlong(t),
+                overlong=t.overlong,
                 trainer_version=version,
                 max_lag=schedule.max_lag,
                 stale_policy=schedule.stale_policy,

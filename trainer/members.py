@@ -16,7 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from domain.groups import Truncation, baseline_reward, trains, truncation_policy
+from domain.groups import (
+    Truncation,
+    baseline_reward,
+    overlong_penalty,
+    trains,
+    truncation_policy,
+)
 from domain.rollouts import SCORED, TRUNCATION_CAUSES, Rollout
 from trainer.advantages import Estimator, advantages, check_reward
 
@@ -55,11 +61,6 @@ def judge(
     if overlong is not None and not 0 <= overlong[0] < overlong[1]:
         raise ValueError(f"overlong = {overlong} must rise: (start, stop) with 0 <= start < stop")
     return [_judge(rollout, truncation, by_cause, overlong) for rollout in rollouts]
-
-
-def overlong_penalty(tokens: int, start: int, stop: int) -> float:
-    """0 up to `start` tokens, -1 from `stop` on, linear in between."""
-    return -min(max(tokens - start, 0) / (stop - start), 1.0)
 
 
 def group_members(rollouts: Sequence[Rollout]) -> list[list[int]]:

@@ -48,7 +48,7 @@ def of_batch(
         rollouts,
         truncation=config.truncation,
         truncation_by_cause=config.truncation_by_cause,
-        overlong=overlong(config),
+        overlong=config.overlong,
     )
     tokens = [rollout.policy_tokens for rollout in rollouts]
     return (
@@ -60,13 +60,6 @@ def of_batch(
         | _latencies(latencies)
         | _means({"length/admitted": tokens, "length/cancelled": cancelled_tokens})
     )
-
-
-def overlong(config: Trainer) -> tuple[int, int] | None:
-    """The soft overlong penalty's range, as `pack` and `judge` take it."""
-    if config.overlong_from is None or config.overlong_to is None:
-        return None
-    return config.overlong_from, config.overlong_to
 
 
 def _shares(

@@ -1,14 +1,17 @@
 """The planning vectors P1–P22 of the design, through the ledger's tables."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from domain.errors import LedgerError
+from domain.errors import LedgerError, RunStopped
 from storage import holds, reports
 from storage.database import Ledger
 from storage.steps import Planned, Waiting
 from tests.rehearsal import Rehearsal, configuration
+
+FILTERED = {"order": "deadline", "filter_zero_variance": True}
 
 
 def batch_of(ledger: Ledger, size: int = 4, **sections: Any) -> Rehearsal:
@@ -242,7 +245,7 @@ def test_p22_accumulation_never_cuts(ledger: Ledger) -> None:
 
 
 def test_groups_without_variance_give_their_place_to_others(ledger: Ledger) -> None:
-    config = configuration(schedule={"order": "deadline", "filter_zero_variance": True})
+    config = configuration(schedule=FILTERED)
     run = Rehearsal(ledger, config).begin()
     run.hand_over()
     run.complete(0)  # both rewards are 1
@@ -257,7 +260,7 @@ def test_groups_without_variance_give_their_place_to_others(ledger: Ledger) -> N
 
 
 def test_filtered_groups_leave_even_when_the_step_must_wait(ledger: Ledger) -> None:
-    config = configuration(schedule={"order": "deadline", "filter_zero_variance": True})
+    config = configuration(schedule=FILTERED)
     run = Rehearsal(ledger, config).begin()
     run.hand_over()
     for group in range(4):
@@ -265,6 +268,81 @@ def test_filtered_groups_leave_even_when_the_step_must_wait(ledger: Ledger) -> N
     assert waits(run.plan()) == "wait"
     assert [at for _, at in run.states().items()] == ["cut"] * 4
     assert run.hand_over().submitted == 4
+
+
+def test_rewards_that_never_differ_stop_the_run_with_cause_and_remedy(ledger: Ledger) -> None:
+    config = configuration(schedule=FILTERED | {"max_filtered_batches": 2})
+    run = Rehearsal(ledger, config).begin()
+
+    def sample(groups: Sequence[int], rewards: tuple[float, float] = (1.0, 1.0)) -> None:
+        run.hand_over()
+        for group in groups:
+            run.start(group)
+            for member, reward in enumerate(rewards):
+                run.end(group, member, reward=reward)
+            run.admit(group)
+
+    sample((0, 1, 2))
+    assert waits(run.plan()) == "wait"
+    sample((3,), rewards=(0.0, 1.0))  # one that teaches ends the row
+    for groups in ((4, 5), (6, 7)):
+        sample(groups)
+        assert waits(run.plan()) == "wait"
+    assert run.now().state == "running"
+    sample((8,))
+    run.plan()
+    found = run.now()
+    assert found.state == "failed"
+    assert found.failure is not None
+    assert "5 groups in a row had equal rewards" in found.failure
+    assert "max_filtered_batches x tasks.batch_size = 4" in found.failure
+    assert "correct the verifier and resume" in found.failure
+    with pytest.raises(RunStopped, match="equal rewards"):
+        run.plan()
+    run.take_over()  # resumed: they count from here
+    sample((9, 10, 11))
+    assert waits(run.plan()) == "wait"
+    assert run.now().state == "running"
+
+
+def test_an_overlong_rollout_gives_a_group_of_equal_rewards_its_variance(ledger: Ledger) -> None:
+    config = configuration(
+        schedule=FILTERED, trainer={"overlong_from": 8, "overlong_to": 16, "estimator": "mean"}
+    )
+    run = Rehearsal(ledger, config).begin()
+    run.hand_over()
+    for group, tokens in ((0, 8), (1, 9), (2, 30)):
+        run.start(group)
+        for member, sampled in enumerate((4, tokens)):
+            run.do(
+                "UPDATE attempts SET policy_tokens = %s WHERE group_id = %s AND sample = %s",
+                sampled,
+                group,
+                member,
+            )
+            run.end(group, member)
+        run.admit(group)
+    assert run.planned() == [1, 2]
+    assert run.states()[0] == "cut"
+
+
+def test_a_group_in_which_one_rollout_trains_is_filtered_too(ledger: Ledger) -> None:
+    config = configuration(
+        groups={"size": 3},
+        schedule=FILTERED,
+        trainer={"truncation": "drop"},
+        tasks={"batch_size": 1},
+    )
+    run = Rehearsal(ledger, config).begin()
+    run.hand_over()
+    for group, status in ((0, "truncated"), (1, "completed")):
+        run.start(group)
+        run.end(group, 0, reward=1.0)
+        run.end(group, 1, reward=0.0, status=status)
+        run.end(group, 2, reward=0.0, status="truncated")
+        run.admit(group)
+    assert run.planned() == [1]
+    assert run.states()[0] == "cut"
 
 
 def test_a_group_newer_than_the_trainer_is_refused(ledger: Ledger) -> None:

@@ -6,9 +6,10 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from domain.groups import overlong_penalty
 from domain.rollouts import Rollout, Segment, Status
 from trainer.advantages import Estimator, advantages
-from trainer.members import judge, member_advantages, overlong_penalty
+from trainer.members import judge, member_advantages
 
 
 def member(

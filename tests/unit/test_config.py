@@ -48,6 +48,14 @@ def test_the_minimal_configuration_has_the_documented_defaults() -> None:
         ({"schedule": {"stale_policy": "mask_span"}}, "allow_trajectory_loss = true"),
         ({"schedule": {"stale_policy": "keep"}}, "allow_unbounded_staleness = true"),
         ({"schedule": {"order": "admission"}}, "can hold for ever"),
+        (
+            {"schedule": {"filter_zero_variance": True}, "trainer": {"estimator": "batch"}},
+            "filter_zero_variance needs another",
+        ),
+        (
+            {"schedule": {"filter_zero_variance": True, "order": "dataset", "ahead": 0}},
+            'which needs order "deadline" or "admission"',
+        ),
         ({"schedule": {"order": "dataset"}}, "needs ahead = 0"),
         ({"groups": {"completion": {"mode": "deadline"}}}, "needs max_straggler_tokens"),
         ({"groups": {"size": 1}}, "groups.size must be at least 2"),
