@@ -26,6 +26,7 @@ from trainer import batch, booking
 from trainer.batch import Batch
 from trainer.booking import Booked, Done
 from trainer.consumer import Consumer, End
+from trainer.drift import DriftGuard
 from trainer.feed import Feed
 from trainer.lease import LEASE_S, Lease, acquire
 from trainer.waiting import Waits
@@ -95,6 +96,7 @@ class OwnRun:
         self.config = config
         self.name = config.name
         self._publisher = publisher
+        self._guard = DriftGuard(config.model.dtype)
         self._stack = ExitStack()
         with ExitStack() as opening:
             self.ledger = Ledger.open(
@@ -207,8 +209,10 @@ class OwnRun:
         return batch.read(self.ledger, self._consumer, plan)
 
     def apply(self, plan: Planned, done: Done) -> Booked:
-        """Book a step that was computed for the first time."""
+        """Book a step that was computed for the first time; the run is paused when it shows that
+        the engines sample from other weights."""
         booked = booking.book(self.ledger, self.name, self.epoch, plan, done, self._waits.take())
+        self._guard.watch(self.ledger, self.name, done.metrics)
         failpoints.reach("apply_done")
         return booked
 

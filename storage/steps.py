@@ -46,9 +46,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """No step yet: too few groups (`wait`), others would grow too old (`hold`), or the `end`."""
+    """No step yet: too few groups (`wait`), others would grow too old (`hold`), a person is to
+    look (`paused`), or the `end`."""
 
-    kind: Literal["wait", "hold", "end"]
+    kind: Literal["wait", "hold", "paused", "end"]
     reason: str
     slack: int | None = None
     binding_deadline: int | None = None
@@ -81,7 +82,7 @@ def plan(tx: Tx, run: str, epoch: int, share: int, step: int) -> Planned | Waiti
     if owner.ended:
         return Waiting(kind="end", reason=f"the run's {owner.config.steps} steps are trained")
     if owner.state == "paused":
-        return Waiting(kind="wait", reason=f"paused; `rollbook unpause {run}` goes on")
+        return Waiting(kind="paused", reason=f"paused; `rollbook unpause {run}` goes on")
     _send_back_stale(tx, owner, share)
     seen = candidates.read(tx, owner, share, step)
     decision = _decide(owner, seen)

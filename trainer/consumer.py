@@ -91,7 +91,7 @@ class Consumer:
             if answer.kind == "end":
                 self.waits.over()
                 return End(answer.reason)
-            kind: Kind = "hold" if answer.kind == "hold" else "groups"
+            kind: Kind = "groups" if answer.kind == "wait" else answer.kind
             if self.waits.pause(kind, answer.reason) > IDLE_S and not idled:
                 idled = True
                 idle()

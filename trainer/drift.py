@@ -5,7 +5,13 @@ rounding. They are compared at every step that has such tokens; when the mean di
 the bound, the run is paused for a person to look, before the damage is learnt.
 """
 
+import logging
 from collections.abc import Mapping
+
+from storage import runs
+from storage.database import Ledger, Tx
+
+log = logging.getLogger(__name__)
 
 BOUND_NATS = {"float32": 0.02, "bfloat16": 0.1}
 """Mean difference, by the precision of the weights. Kernels differ by far less, wrong weights,
@@ -20,6 +26,19 @@ class DriftGuard:
     def __init__(self, dtype: str) -> None:
         self._bound = BOUND_NATS[dtype]
         self._above = 0
+
+    def watch(self, ledger: Ledger, run: str, metrics: Mapping[str, float]) -> None:
+        """Take in an applied step's figures, and pause the run when `alarm` says so."""
+        alarm = self.alarm(metrics)
+        if alarm is None:
+            return
+        log.error("run %s is paused: %s; `rollbook unpause %s` goes on", run, alarm, run)
+
+        def pause(tx: Tx) -> None:
+            if runs.lock(tx, run).state == "running":
+                runs.pause(tx, run)
+
+        ledger.call(pause)
 
     def alarm(self, metrics: Mapping[str, float]) -> str | None:
         """What is wrong, when it is time to stop; steps without comparable tokens count neither way."""

@@ -109,7 +109,7 @@ class Session:
             booked = self._apply(plan, outcome)
             self._advance(outcome)
             self._checkpoint_if_due()
-            self._watch(outcome)
+            self.guard.watch(self.workshop.ledger, self.workshop.run, outcome.metrics)
             self.watcher(
                 Trained(
                     step=plan.step,
@@ -164,20 +164,6 @@ class Session:
     def _checkpoint_if_due(self) -> None:
         if self.step - self.saved >= self.learner.config.checkpoint.every:
             self.checkpoint()
-
-    def _watch(self, outcome: Outcome) -> None:
-        """Pause the run when the engines drift away from the trainer."""
-        alarm = self.guard.alarm(outcome.metrics)
-        if alarm is None:
-            return
-        w = self.workshop
-        log.error("run %s is paused: %s; `rollbook resume %s` goes on", w.run, alarm, w.run)
-
-        def pause(tx: Tx) -> None:
-            if runs.lock(tx, w.run).state == "running":
-                runs.pause(tx, w.run)
-
-        w.ledger.call(pause)
 
     def _compute(self, plan: Planned, planned: Batch) -> Outcome:
         """The step's effect on the weights: a function of its plan and the weights before it."""

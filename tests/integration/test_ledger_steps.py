@@ -266,7 +266,7 @@ def test_a_paused_run_neither_plans_nor_hands_over(ledger: Ledger) -> None:
     ledger.call(runs.pause, "r1")
     answer = run.plan()
     assert isinstance(answer, Waiting)
-    assert "paused" in answer.reason
+    assert (answer.kind, answer.reason) == ("paused", "paused; `rollbook unpause r1` goes on")
     assert run.hand_over().submitted == 0
     ledger.call(runs.unpause, "r1")
     assert run.planned() == [0, 1]

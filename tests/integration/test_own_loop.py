@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -370,6 +371,37 @@ def test_a_batch_without_signal_makes_no_version(
     with ledger.transaction() as tx:
         causes = tx.execute("SELECT cause FROM steps WHERE run_id = %s", (name,)).fetchall()
     assert [row["cause"] for row in causes] == ["no_usable_gradient"] * 2
+
+
+def test_a_loop_whose_engines_sample_from_other_weights_is_paused(
+    make: Loop,
+    around: Services,
+    ledger: Ledger,
+    tmp_path: Path,
+    folder: Path,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Synchronous, so that every token is the loop's own version's; the played ones are invented.
+    records: list[SchedulerRecord] = []
+    with Fleet(around, tmp_path / "engine"):
+        one, state = make(ahead=0, max_lag=0, log=records.append), Trained(folder)
+        train(one, state, steps=2)
+        assert ledger.call(runs.read, name).state == "paused"
+        assert "trainer and engines disagree" in caplog.text
+        assert f"`rollbook unpause {name}` goes on" in caplog.text
+        going_on = Timer(1.0, lambda: ledger.call(runs.unpause, name))
+        going_on.start()
+        train(one, state, steps=1)
+        going_on.join()
+    assert len(records) == 3
+    with ledger.transaction() as tx:
+        waited = tx.execute(
+            "SELECT metrics ->> 'waited/paused' AS s FROM steps WHERE run_id = %s AND step = 2",
+            (name,),
+        ).fetchone()
+    assert waited is not None
+    assert float(waited["s"]) > 0.2  # the third step stood still meanwhile
 
 
 def test_weights_are_published_every_sync_every_versions(
