@@ -23,6 +23,8 @@ class Proxy:
         self._change: Callable[[bytes], bytes] = bytes
         self._allowance: int | None = None
         self._rate: float | None = None
+        self._flows = {True: threading.Event(), False: threading.Event()}  # by: towards the caller
+        self.mend()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -36,6 +38,7 @@ class Proxy:
     ) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self.mend()
         self._thread.join()
         self._break()
 
@@ -61,8 +64,17 @@ class Proxy:
         """Let through no more than so many bytes a second, per connection and direction."""
         self._rate = bytes_per_s
 
+    def hold(self, *, answers: bool) -> None:
+        """Cut one way: hold back the target's answers, or what is sent to it, until mended.
+
+        Connections stay open, and what was held back arrives then, as TCP would send it again.
+        """
+        self._flows[answers].clear()
+
     def mend(self) -> None:
         """Forward faultlessly from now on."""
+        for flow in self._flows.values():
+            flow.set()
         self._cut, self._response, self._change = False, None, bytes
         self._allowance = self._rate = None
 
@@ -103,6 +115,7 @@ class Proxy:
                     break
                 if self._rate is not None:
                     time.sleep(len(content) / self._rate)
+                self._flows[answer].wait()
                 sink.sendall(self._change(content) if answer else content)
         except OSError:
             pass

@@ -5,9 +5,11 @@ import contextlib
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from temporalio.client import WorkflowExecutionStatus
 
+from domain.ids import policy_name
 from rollbook.stack.stack import Stack
 from tests.chaos.stage import Stage
 from tests.outage import Proxy
@@ -56,13 +58,13 @@ def members(stage: Stage) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.slow
-def test_commands_that_are_delivered_again_and_again_change_nothing(stage: Stage) -> None:
+def test_commands_that_are_delivered_again_and_out_of_order_change_nothing(stage: Stage) -> None:
     stage.start_all()
 
     def again() -> bool:
         stage.query(
-            "UPDATE outbox SET done_at = NULL WHERE run_id = %s AND done_at IS NOT NULL "
-            "RETURNING id",
+            "UPDATE outbox SET done_at = NULL, due_at = now() - random() * interval '1 min' "
+            "WHERE run_id = %s AND done_at IS NOT NULL AND random() < 0.7 RETURNING id",
             stage.run,
         )
         return stage.found().state == "finished"
@@ -179,6 +181,40 @@ def misbehaving(proxy: Proxy, fault: str):  # type: ignore[no-untyped-def]
         yield
     finally:
         proxy.mend()
+
+
+@pytest.mark.slow
+def test_an_engine_that_comes_back_with_other_weights_under_the_name_is_put_right(
+    stage: Stage,
+) -> None:
+    under_way(stage)
+    stage.stop("ledger")  # so that nobody puts it right before it does harm
+    stage.kill("engine")
+    wrong, right = stage.query(
+        "SELECT version, weights_key, encode(weights_sha256, 'hex') AS sha256 FROM policy_versions "
+        "WHERE run_id = %s AND weights_key IS NOT NULL ORDER BY version",
+        stage.run,
+    )[-2:]
+    name = policy_name(stage.run, right["version"])
+    asyncio.run(load(stage, name, wrong["weights_key"], wrong["sha256"]))
+    failures = "SELECT count(*) AS n FROM attempts WHERE run_id = %s AND counts_as_failure"
+    stage.until(lambda: stage.value(failures, stage.run), "somebody noticed")
+    stage.start("ledger")
+    stage.pause(0.02)
+    stage.finish()
+    stage.check(failures="WrongVersion")
+
+
+async def load(stage: Stage, policy: str, manifest: str, sha256: str) -> None:
+    url = stage.services.engines[0]
+    async with httpx.AsyncClient(timeout=60) as client:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                body = {"policy": policy, "manifest": manifest, "sha256": sha256, "crossing": None}
+                answer = await client.post(f"{url}/rollbook/load", json=body)
+                assert answer.status_code == 200, answer.text
+                return
+            await asyncio.sleep(0.1)
 
 
 @pytest.mark.slow
