@@ -185,11 +185,16 @@ class Fleet:
                 if name not in wanted and _is_ours(name):
                     await unload(self.ledger, self.engines, url, name)
             acknowledged = await self.ledger.run(census.acknowledged, url, health.incarnation)
+            refusals: list[str] = []
             for name, need in wanted.items():
                 run, version = policy_version(name)
                 if need == "load" and name not in acknowledged and self._serves(run):
-                    await load(self.ledger, self.engines, run, version, url)
-            self._say(url, "")
+                    try:
+                        await load(self.ledger, self.engines, run, version, url)
+                    except (EngineRefused, DigestMismatch) as error:  # the others may be well
+                        refusals.append(str(error))
+            told = "; ".join(refusals)
+            self._say(url, f"is not as it should be: {told}" if told else "")
         except (EngineError, DigestMismatch, LedgerError, *AWAY) as error:
             self._say(url, f"is not as it should be: {error}")
 

@@ -51,7 +51,8 @@ class Residents:
             if known != sha256:
                 raise NameTaken(
                     f"policy {name!r} stands for weights {known} in this engine, not for "
-                    f"{sha256}; new weights need a new version"
+                    f"{sha256}; new weights need a new version. If another ledger has a run of this "
+                    "name, rename one; an engine that was told wrongly forgets it when it restarts"
                 )
             if name in self._served:
                 return

@@ -184,11 +184,11 @@ def misbehaving(proxy: Proxy, fault: str):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.slow
-def test_an_engine_that_comes_back_with_other_weights_under_the_name_is_put_right(
+def test_an_engine_that_comes_back_with_other_weights_under_the_name_is_never_believed(
     stage: Stage,
 ) -> None:
     under_way(stage)
-    stage.stop("ledger")  # so that nobody puts it right before it does harm
+    stage.stop("ledger")  # so that the routes still lead there
     stage.kill("engine")
     wrong, right = stage.query(
         "SELECT version, weights_key, encode(weights_sha256, 'hex') AS sha256 FROM policy_versions "
@@ -200,6 +200,9 @@ def test_an_engine_that_comes_back_with_other_weights_under_the_name_is_put_righ
     failures = "SELECT count(*) AS n FROM attempts WHERE run_id = %s AND counts_as_failure"
     stage.until(lambda: stage.value(failures, stage.run), "somebody noticed")
     stage.start("ledger")
+    told = f"policy '{name}' stands for weights {wrong['sha256']} in this engine"
+    stage.until(lambda: told in stage.log("ledger").read_text(), "the ledger worker has told")
+    stage.kill("engine")  # what a person does, as it was told
     stage.pause(0.02)
     stage.finish()
     stage.check(failures="WrongVersion")
