@@ -107,6 +107,9 @@ class Schedule(Section):
     """Groups that still run when a run is resumed: keep them, or cancel and submit them again."""
     max_empty_batches: NonNegative = 3
     """Empty steps in a row that fail the run."""
+    max_outage: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds for which Postgres, Temporal, the object store, engines or workers may be away: a shorter
+    outage stalls the run, a longer one fails it with its cause."""
     filter_zero_variance: bool = False
     """Leave out groups whose members all got the same reward; further groups take their place."""
     max_filtered_batches: Positive = 10

@@ -18,6 +18,7 @@
     │   ├── EngineUnavailable  connection, 5xx, time-out: another engine may do
     │   ├── EngineRefused      4xx: the request itself is wrong
     │   └── WrongVersion       the engine answered with weights that were not asked for
+    ├── PlatformAway           nothing has moved for longer than schedule.max_outage
     ├── SourceBroken           a source broke its contract: the run fails with this
     ├── BudgetExhausted        a rollout used up a budget: truncated, with its cause
     ├── AgentError             raised by user code: the agent broke by itself, scored
@@ -98,6 +99,10 @@ class EngineRefused(EngineError):
 
 class WrongVersion(EngineError):
     """The engine used other weights than those named in the request."""
+
+
+class PlatformAway(RollbookError):
+    """A part of the platform was away for longer than `schedule.max_outage`."""
 
 
 class SourceBroken(RollbookError):

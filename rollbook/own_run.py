@@ -31,8 +31,6 @@ from trainer.feed import Feed
 from trainer.lease import LEASE_S, Lease, acquire
 from trainer.waiting import Waits
 
-PATIENCE_S = 600.0
-
 QUIET_S = 10.0
 """Seconds that a close waits for cancelled rollouts; what is left ends with its worker."""
 
@@ -74,7 +72,7 @@ class OwnRun:
         watch: Callable[[], None],
         force: bool = False,
         lease_s: float = LEASE_S,
-        patience_s: float = PATIENCE_S,
+        patience_s: float | None = None,
     ) -> None:
         """Take the run; it must be in the ledger.
 
@@ -87,8 +85,7 @@ class OwnRun:
             watch: called at every poll; raises if what samples for the run has broken.
             force: take the run from a holder that is alive.
             lease_s: how long others must wait after this process died.
-            patience_s: seconds for which an outage of Postgres, the store or the engines only
-                stalls.
+            patience_s: seconds for which an outage only stalls; default: `schedule.max_outage`.
 
         Raises:
             RunHeld: another process holds it.
@@ -111,7 +108,8 @@ class OwnRun:
             opening.callback(renewals.close)
             lease = opening.enter_context(Lease(renewals, self.name, self.epoch, lease_s=lease_s))
             scratch = tempfile.TemporaryDirectory(prefix="rollbook-loop-")
-            self._waits = Waits(_never(watch), lease, patience_s=patience_s)
+            limit = patience_s or config.schedule.max_outage
+            self._waits = Waits(_never(watch), lease, patience_s=limit)
             self._desk = Desk(
                 ledger=self.ledger,
                 store=ObjectStore(services),

@@ -65,7 +65,8 @@ class Ledger:
     def __init__(self, pool: ConnectionPool[Tx], threads: ThreadPoolExecutor, patience_s: float):
         self._pool = pool
         self._threads = threads
-        self._patience_s = patience_s
+        self.patience_s = patience_s
+        """Seconds for which `call` and `run` try again after an operational error."""
         self._closing = threading.Event()
 
     @classmethod
@@ -113,7 +114,7 @@ class Ledger:
 
     def call(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `fn(tx, ...)` in one transaction, again after operational errors while patience lasts."""
-        give_up = time.monotonic() + self._patience_s
+        give_up = time.monotonic() + self.patience_s
         pause, told = 0.05, float("-inf")
         while True:
             try:

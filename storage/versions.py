@@ -189,9 +189,12 @@ def unloaded(tx: Tx, run: str, engine_url: str, version: int) -> None:
 def mark_served(tx: Tx, run: str, version: int, *, without: Sequence[str] = ()) -> bool:
     """Serve a loading version once every live engine acknowledged it; whether its publication is over.
 
-    It is over too once a newer version has superseded this one. Engines named in `without` (base URLs) refused it or are too slow, and are not waited for; some
-    engine must have acknowledged.
+    It is over too once a newer version has superseded this one, or the run was closed or failed: when
+    it is resumed, its trainer publishes again. Engines named in `without` (base URLs) refused it or are
+    too slow, and are not waited for; some engine must have acknowledged.
     """
+    if runs.read(tx, run).state in ("closed", "failed"):
+        return True
     row = _row(tx, run, version, lock=True)
     if row["state"] in ("served", "draining", "retired", "deleted"):
         return True

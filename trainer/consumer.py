@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from domain import failpoints
+from domain.errors import PlatformAway
 from domain.rollouts import Rollout, Task
-from storage import segments, steps, tasks
+from storage import outages, segments, steps, tasks
 from storage.database import Ledger, Tx
 from storage.steps import Planned
 from storage.tasks import HandedOver
 from trainer.waiting import Kind, Waits
 
 IDLE_S = 15.0
+LOOK_EVERY_S = 5.0
+"""Seconds between two looks at what has moved, once a wait is longer than an outage may be."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ class Consumer:
             Stopped: the process was asked to stop meanwhile.
             Fenced: another trainer has taken over.
             RunStopped, SourceBroken: the run was ended from outside.
+            PlatformAway: what the run waits for has not moved for longer than it may.
         """
-        idled = False
+        idled, looked = False, 0.0
         while True:
             self.waits.check()
             self.hand_over()
@@ -92,9 +96,24 @@ class Consumer:
                 self.waits.over()
                 return End(answer.reason)
             kind: Kind = "groups" if answer.kind == "wait" else answer.kind
-            if self.waits.pause(kind, answer.reason) > IDLE_S and not idled:
+            waited = self.waits.pause(kind, answer.reason)
+            if waited > IDLE_S and not idled:
                 idled = True
                 idle()
+            late = waited > max(looked + LOOK_EVERY_S, self.waits.patience_s)
+            if late and kind != "paused":
+                looked = waited
+                self._refuse_outage(step)
+
+    def _refuse_outage(self, step: int) -> None:
+        limit = self.waits.patience_s
+        away = self.ledger.call(outages.find, self.run, limit_s=limit)
+        if away is not None:
+            raise PlatformAway(
+                f"step {step} waits for rollouts and nothing has moved for {limit:g} s "
+                f"(schedule.max_outage): {away}. `rollbook stuck {self.run}` looks closer; mend it, "
+                f"then `rollbook resume {self.run}`"
+            )
 
     def hand_over(self) -> None:
         """Register what is needed and submit what may be."""

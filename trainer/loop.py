@@ -33,8 +33,6 @@ from trainer.lease import LEASE_S, Lease, acquire
 from trainer.session import Session, Trained
 from trainer.waiting import Stopped, Waits
 
-PATIENCE_S = 600.0
-
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +44,7 @@ def run(
     force: bool = False,
     stop: Callable[[], bool] = lambda: False,
     lease_s: float = LEASE_S,
-    patience_s: float = PATIENCE_S,
+    patience_s: float | None = None,
     stream: TaskStream | None = None,
     watcher: Callable[[Trained], None] = lambda _: None,
 ) -> str:
@@ -59,7 +57,7 @@ def run(
         force: take the run from a holder that is alive.
         stop: asked at every poll; True ends the process with a checkpoint.
         lease_s: how long others must wait after this process died.
-        patience_s: seconds for which an outage of Postgres, the store or the engines only stalls.
+        patience_s: seconds for which an outage only stalls; default: `schedule.max_outage`.
         stream: the run's data, where it is an object of this process and not `tasks.dataset`.
         watcher: called after each step that this process applied; the next one waits for it.
 
@@ -72,12 +70,12 @@ def run(
         psycopg.OperationalError: Postgres was away for longer than the limit.
     """
     with ExitStack() as stack:
-        ledger = Ledger.open(
-            services.database_url, pool=2, application=f"trainer {run}", patience_s=patience_s
-        )
+        ledger = Ledger.open(services.database_url, pool=2, application=f"trainer {run}")
         stack.callback(ledger.close)
+        config = ledger.call(runs.read, run).config
         if stream is None:
-            datasets.refuse_own_loop(ledger.call(runs.read, run).config)
+            datasets.refuse_own_loop(config)
+        ledger.patience_s = patience_s = patience_s or config.schedule.max_outage
         epoch = acquire(ledger, run, holder, force=force, lease_s=lease_s, stop=stop)
         failpoints.reach("resume_done")
         renewals = Ledger.open(services.database_url, pool=1, application=f"lease {run}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from domain import failpoints
 from domain.errors import EngineUnavailable
-from storage import manifests, runs, versions
+from storage import manifests, outages, runs, versions
 from storage.database import Ledger, Tx
 from storage.manifests import Stored
 from storage.objects import ObjectStore
@@ -123,11 +123,14 @@ class Publisher:
             waited = self.waits.pause("publish", f"engines are loading version {version}")
             self._ensure_open()
             if waited > self.waits.patience_s:
+                limit = self.waits.patience_s
+                # What was asked for just before the wait began is a little older than the wait.
+                away = self.ledger.call(outages.parts_away, self.run, limit_s=0.9 * limit)
                 raise EngineUnavailable(
-                    f"version {version} of run {self.run} was not served within "
-                    f"{self.waits.patience_s:.0f} s; see that an engine is up "
-                    "(ROLLBOOK_ENGINES), that it reaches the object store, and that the workflow "
-                    f"and ledger workers run, then `rollbook resume {self.run}`"
+                    f"version {version} of run {self.run} was not served within {limit:.0f} s"
+                    f"{away and f' ({away})'}; see that an engine is up (ROLLBOOK_ENGINES), that it "
+                    "reaches the object store, and that the workflow and ledger workers run, then "
+                    f"`rollbook resume {self.run}`"
                 )
         self.waits.over()
         log.info("version %d is %s", version, state)
