@@ -5,10 +5,12 @@ BIN := $(ROOT)/.venv/bin
 READY := $(ROOT)/.venv/.ready
 VLLM := $(ROOT)/.venv-vllm
 VLLM_READY := $(VLLM)/.ready
+ECOSYSTEM := $(ROOT)/.venv-ecosystem
+ECOSYSTEM_READY := $(ECOSYSTEM)/.ready
 HERE := cd $(ROOT) &&
 export PYTHONPATH := $(ROOT)
 
-.PHONY: help install demo test vllm test-vllm test-ui check fmt chaos bench clean
+.PHONY: help install demo test vllm test-vllm test-ecosystem test-ui check fmt chaos bench clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(ROOT)/Makefile | sed 's/:.*##/\t/'
@@ -41,6 +43,15 @@ vllm: $(VLLM_READY)  ## make .venv-vllm with vLLM for CPUs; it is no part of .ve
 test-vllm: $(READY) $(VLLM_READY)  ## everything again with real vLLM servers, a quarter of an hour
 	$(HERE) ROLLBOOK_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
 
+$(ECOSYSTEM_READY): $(ROOT)/requirements.lock $(ROOT)/pyproject.toml
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --disable-pip-version-check -r $(ROOT)/requirements.lock
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 reasoning-gym==0.1.25
+	touch $(ECOSYSTEM_READY)
+
+test-ecosystem: $(ECOSYSTEM_READY)  ## environments of reasoning-gym and verifiers (a .venv of their own)
+	$(HERE) $(ECOSYSTEM)/bin/python -m pytest tests/unit/test_reasoning_gym.py tests/integration/rollouts/test_verifiers.py
+
 test-ui: $(READY)  ## what people see, in an installed Chromium (says how to install one)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check selenium
 	$(HERE) $(BIN)/python -m pytest -m ui -rs tests/ui
@@ -64,4 +75,4 @@ bench: $(READY)  ## the figures of the README
 	  $(BIN)/python -m bench.$$name || exit 1; done
 
 clean:           ## remove .venv and local state
-	rm -rf $(ROOT)/.venv $(VLLM) $(ROOT)/.rollbook
+	rm -rf $(ROOT)/.venv $(VLLM) $(ECOSYSTEM) $(ROOT)/.rollbook

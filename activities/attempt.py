@@ -48,7 +48,7 @@ from activities.whole import whole
 from domain import failpoints
 from domain.environments import HarnessSource, Outcome, recovery, samples_at_gateway
 from domain.errors import ConfigError, Fenced, ObjectError, SourceBroken
-from domain.messages import AttemptFailure, AttemptIn, AttemptRef
+from domain.messages import AttemptFailure, AttemptIn, AttemptRef, environment_of
 from domain.rollouts import SCORED, Reward, Status
 from domain.services import VARIABLES
 from domain.text import clean
@@ -118,7 +118,7 @@ class Attempts:
 
     async def _setup(self, run: str) -> Setup:
         try:
-            return await self._setups.get(run)
+            return await self._setups.get(run, environment_of(activity.info().task_queue))
         except ConfigError as error:
             raise _failure(AttemptFailure.SOURCE_BROKEN, str(error)) from error
 

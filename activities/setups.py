@@ -1,4 +1,4 @@
-"""What a process needs of a run, loaded once: its configuration, chat format and source."""
+"""What a process needs of a run, loaded once: its configuration, chat format and sources."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,30 +14,31 @@ from storage import manifests, runs
 from storage.database import Ledger
 from storage.objects import ObjectStore
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Fixed for the life of a run."""
+    """Of one environment of a run; fixed for its life."""
 
     config: RunConfig
     source: Source
     chat: Chat
 
 
-class Once(Generic[T]):
-    """Loads a thing per run once per process; concurrent callers share one load."""
+class Once(Generic[K, T]):
+    """Loads a thing per key once per process; concurrent callers share one load."""
 
-    def __init__(self, load: Callable[[str], Awaitable[T]]) -> None:
+    def __init__(self, load: Callable[[K], Awaitable[T]]) -> None:
         self._load = load
-        self._loads: dict[str, asyncio.Future[T]] = {}
+        self._loads: dict[K, asyncio.Future[T]] = {}
 
-    async def get(self, run: str) -> T:
-        """What belongs to a run; a load that failed is tried again."""
-        load = self._loads.get(run)
+    async def get(self, key: K) -> T:
+        """What belongs to a key; a load that failed is tried again."""
+        load = self._loads.get(key)
         if load is None or (load.done() and (load.cancelled() or load.exception() is not None)):
-            load = self._loads[run] = asyncio.ensure_future(self._load(run))
+            load = self._loads[key] = asyncio.ensure_future(self._load(key))
         return await asyncio.shield(load)
 
 
@@ -93,18 +94,20 @@ class Setups:
         self._load_source = load_source
         self._known = Once(self._load)
 
-    async def get(self, run: str) -> Setup:
-        """The setup of a run.
+    async def get(self, run: str, environment: str) -> Setup:
+        """The setup of a run's environment.
 
         Raises:
             RunNotFound: no such run.
             ConfigError: the source cannot be loaded, or contradicts the configuration.
             ObjectError: the model folder is missing or damaged.
         """
-        return await self._known.get(run)
+        return await self._known.get((run, environment))
 
-    async def _load(self, run: str) -> Setup:
+    async def _load(self, which: tuple[str, str]) -> Setup:
+        run, environment = which
         config, chat = await self._formats.get(run)
+        config = config.of(environment)
         # User code may take its time to import; heartbeats of other attempts must go on.
         source = await asyncio.to_thread(self._load_source, config)
         return Setup(config=config, source=source, chat=chat)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from domain.errors import ConfigError
 from domain.validity import conflicts, explain
@@ -29,18 +29,45 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
 
-class Tasks(Section):
-    """What is learned."""
+EnvironmentName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
+Args = dict[str, JsonValue]
 
+
+class Member(Section):
+    """One environment of a mix: `[[tasks.mix]]`."""
+
+    environment: EnvironmentName
+    """Its name in the ledger, and of the task queue (`rollout-NAME`) of the workers that run it."""
     source: str
-    """`module:name` of an Env, PromptSource, HarnessSource or SessionSource, or of a function that
-    returns one. Modules are looked up beside the configuration file first."""
-    dataset: str
-    """`module:name` of a sequence of tasks (or a function that returns one), or a JSONL file."""
+    """As `tasks.source`."""
+    args: Args = {}
+    """As `tasks.args`."""
+    dataset: str = ""
+    """As `tasks.dataset`."""
+    ratio: Positive = 1
+    """Its part of the tasks drawn: of any sum-of-all-ratios draws in a row, so many are its own."""
+    in_flight: Positive | None = None
+    """Groups of it that are sampled at once. Those that wait keep their places, and their turn."""
+
+
+class Tasks(Section):
+    """What is learned: from one environment, or from several in a mix."""
+
+    source: str = ""
+    """`module:name` of an Env, PromptSource, HarnessSource or SessionSource, or of a class or
+    function that makes one. Modules are looked up beside the configuration file first. Or an
+    environment of a package (`domain.ecosystem`): `reasoning_gym:NAME`, `verifiers:ENV_ID`."""
+    args: Args = {}
+    """What that class, function or package's environment is made with."""
+    dataset: str = ""
+    """`module:name` of a sequence of tasks (or a function that returns one), or a JSONL file.
+    Default: the tasks of the package's environment that `source` names."""
     batch_size: Positive = 16
     """B: groups a step."""
-    environment: str = Field(default="default", pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")
+    environment: EnvironmentName = "default"
     """Names the task queue (`rollout-NAME`) of the workers that run this source."""
+    mix: tuple[Member, ...] = ()
+    """Instead of `source`, `args`, `dataset` and `environment`: several, each with its ratio."""
     epochs: Positive | None = None
     """Passes over the data; without it the data repeats until `steps` is reached."""
     shuffle: bool = True
@@ -279,7 +306,11 @@ class Evaluation(Section):
     """Held-out evaluation of the last version: the same source on other tasks."""
 
     dataset: str
-    """As `tasks.dataset`."""
+    """As `tasks.dataset`, or an environment of a package."""
+    args: Args = {}
+    """What that function or package's environment is made with, such as another seed."""
+    environment: EnvironmentName | None = None
+    """Of a mix: the one whose source plays these tasks."""
     every: Positive | None = None
     """Also evaluate the versions of every so many steps, when the run has finished."""
     samples: Positive = 1
@@ -317,6 +348,33 @@ class RunConfig(Section):
     def admit(self) -> int:
         """Groups of a batch that are trained."""
         return self.groups.admit or self.tasks.batch_size
+
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """Names of the environments that are sampled: of the mix, or the one."""
+        return tuple(m.environment for m in self.tasks.mix) or (self.tasks.environment,)
+
+    def of(self, environment: str) -> Self:
+        """This job as one environment's worker sees it: with that environment alone.
+
+        Raises:
+            ConfigError: the mix has no such environment.
+        """
+        if not self.tasks.mix:
+            return self
+        for member in self.tasks.mix:
+            if member.environment == environment:
+                own = member.model_dump(exclude={"ratio", "in_flight"})
+                tasks = self.tasks.model_copy(update=own | {"mix": ()})
+                return self.model_copy(update={"tasks": tasks})
+        raise ConfigError(
+            f"run {self.name} has no environment {environment!r}; it has "
+            f"{', '.join(self.environments)}"
+        )
+
+    def environment_of(self, task_id: str) -> str:
+        """The environment of a task: in a mix, the first part of its id."""
+        return task_id.partition("/")[0] if self.tasks.mix else self.tasks.environment
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:

@@ -62,7 +62,7 @@ class TaskStream:
         end = first + self.batch_size
         if self.draws is not None:
             end = min(end, self.draws)
-        return [self._draw(number) for number in range(first, end)]
+        return [self.draw(number) for number in range(first, end)]
 
     def position(self, index: int) -> dict[str, Any]:
         """Where batch `index` begins, as a JSON value for checkpoints and people."""
@@ -95,7 +95,8 @@ class TaskStream:
                     f"{own[key]!r}; restore the data set, or start a new run"
                 )
 
-    def _draw(self, number: int) -> Task:
+    def draw(self, number: int) -> Task:
+        """The task drawn after `number` others, however many were drawn with it."""
         epoch, row = divmod(number, len(self.tasks))
         if not self.shuffle:
             return self.tasks[row]

@@ -17,6 +17,11 @@ def rollout_queue(environment: str) -> str:
     return f"rollout-{environment}"
 
 
+def environment_of(queue: str) -> str:
+    """The environment whose task queue this is."""
+    return queue.removeprefix("rollout-")
+
+
 Closing = Literal["complete", "abandoned", "expired", "cancelled", "source_broken"]
 
 

@@ -2,11 +2,13 @@
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from domain import ecosystem
 from domain.config import RunConfig
 from domain.environments import (
     Env,
@@ -19,21 +21,52 @@ from domain.environments import (
 from domain.errors import ConfigError
 from domain.tools import Tool
 
+SOURCE = "tasks.source"
 _HOOKS = ("reset", "on_turn", "reward", "on_truncated", "snapshot", "restore", "close")
 
 
 def load(config: RunConfig) -> Source:
-    """The source of `tasks.source`, checked.
+    """The source of `tasks.source`, checked. Of a mix, load `config.of(environment)`.
 
     Raises:
         ConfigError: it cannot be imported, is no source, or contradicts the configuration.
     """
-    value = resolve(config.tasks.source, root=Path(config.root), key="tasks.source")
-    if inspect.isclass(value) or inspect.isfunction(value):
-        value = value()
-    check(value, config)
-    source: Source = value
+    tasks, root = config.tasks, Path(config.root)
+    if (found := ecosystem.find(tasks.source)) is not None:
+        package, name = found
+        source = package.source(name, tasks.args, root=root, key=SOURCE)
+    else:
+        source = made(
+            resolve(tasks.source, root=root, key=SOURCE), tasks.args, key=SOURCE, name=tasks.source
+        )
+    check(source, config)
     return source
+
+
+def load_all(config: RunConfig) -> dict[str, Source]:
+    """The source of each environment, by name.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    return {name: load(config.of(name)) for name in config.environments}
+
+
+def made(value: Any, args: Mapping[str, Any], *, key: str, name: str) -> Any:
+    """What a class or function makes of `args`; anything else is taken as it is.
+
+    Raises:
+        ConfigError: it does not take them.
+    """
+    if not (inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, partial)):
+        if args:
+            raise ConfigError(f"{key} = {name!r} is no class or function, so it takes no args")
+        return value
+    try:
+        inspect.signature(value).bind(**args)
+    except TypeError as error:
+        raise ConfigError(f"{key} = {name!r} does not take args {dict(args)}: {error}") from error
+    return value(**args)
 
 
 def resolve(reference: str, *, root: Path, key: str) -> Any:

@@ -13,6 +13,60 @@ from domain.rollouts import TRUNCATION_CAUSES
 if TYPE_CHECKING:
     from domain.config import RunConfig
 
+PACKAGES = ("reasoning_gym", "verifiers")
+"""Packages whose environments can be named as sources; `domain.ecosystem` has their adapters."""
+
+
+def of_a_package(reference: str) -> bool:
+    """Whether `PACKAGE:NAME` names a package's environment, which brings its tasks."""
+    return reference.partition(":")[0] in PACKAGES
+
+
+def _of_tasks(c: "RunConfig") -> list[tuple[bool, str]]:
+    """What `[tasks]`, a mix and `[evaluation]` must name."""
+    t, mixed = c.tasks, bool(c.tasks.mix)
+    names = [member.environment for member in t.mix]
+    sources: list[tuple[str, str, str]] = [
+        (f"tasks.mix of {m.environment!r}: ", m.source, m.dataset) for m in t.mix
+    ] or [("tasks.", t.source, t.dataset)]
+    held_out = None if c.evaluation is None else c.evaluation.environment
+    return [
+        (
+            mixed and bool(t.source or t.dataset or t.args),
+            "tasks.mix stands beside tasks.source, dataset or args; each environment of a mix has "
+            "its own, so move them there",
+        ),
+        (
+            not mixed and not t.source,
+            "tasks.source is missing; name a source, or several in [[tasks.mix]]",
+        ),
+        *(
+            (
+                not dataset and bool(source) and not of_a_package(source),
+                f"{where}dataset is missing; only the environments of packages bring their tasks",
+            )
+            for where, source, dataset in sources
+        ),
+        (
+            len(set(names)) < len(names),
+            f"tasks.mix has one environment twice: {', '.join(sorted(names))}",
+        ),
+        (
+            mixed and t.epochs is not None,
+            f"tasks.epochs = {t.epochs} has no meaning in a mix, whose environments repeat each at "
+            "its own pace; set steps",
+        ),
+        (
+            mixed and c.evaluation is not None and held_out not in names,
+            f"evaluation.environment = {held_out!r}: say which environment of the mix plays the "
+            f"held-out tasks: {', '.join(names)}",
+        ),
+        (
+            not mixed and held_out is not None,
+            f"evaluation.environment = {held_out!r} is for runs with [[tasks.mix]]; leave it out",
+        ),
+    ]
+
 
 def conflicts(c: "RunConfig") -> list[tuple[bool, str]]:
     """Settings that cannot hold together, each with its reason and remedy."""
@@ -23,6 +77,7 @@ def conflicts(c: "RunConfig") -> list[tuple[bool, str]]:
     segment = c.sampling.policy == "segment"
     bad_causes = sorted(set(t.truncation_by_cause) - set(TRUNCATION_CAUSES))
     return [
+        *_of_tasks(c),
         (
             c.steps is None and c.tasks.epochs is None,
             "neither steps nor tasks.epochs is set, so the run would never end; set one of them",

@@ -61,7 +61,7 @@ def attend(
     """
     began = time.monotonic()
     before = ledger.call(ledger_runs.read, config.name).next_step - 1
-    gateway = samples_at_gateway(sources.load(config))
+    gateway = any(map(samples_at_gateway, sources.load_all(config).values()))
     links = {} if services.temporal_ui is None else {"Temporal UI": services.temporal_ui}
     links["status"] = command("status", config.name, state=state)
     with (

@@ -139,10 +139,8 @@ class Job:
             self._command("ledger", "worker", "ledger"),
         ]
         if self._rollouts:
-            environment = c.tasks.environment
-            commands.append(
-                self._command("rollouts", "worker", "rollouts", "--environment", environment)
-            )
+            queues = [f"--environment={name}" for name in c.environments]
+            commands.append(self._command("rollouts", "worker", "rollouts", *queues))
         if self._trainer:
             force = ("--force",) if self._force else ()
             arguments = ("trainer", c.name, *force)

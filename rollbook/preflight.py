@@ -16,11 +16,13 @@ from domain.config import RunConfig
 from domain.data import TaskStream
 from domain.environments import Source
 from domain.errors import ConfigError, RollbookError
+from domain.mixing import MixedStream
 from domain.services import vllm_python
 from storage import datasets
 from trainer import folders
 
 T = TypeVar("T")
+Batches = TaskStream | MixedStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +46,22 @@ def check(config: RunConfig, *, own_engine: bool = False) -> Plan:
         ConfigError: names the thing, the value and the remedy.
     """
     check_engine(config, own=own_engine)
-    source = _imported("tasks.source", config.tasks.source, lambda: sources.load(config))
-    stream = _imported("tasks.dataset", config.tasks.dataset, lambda: datasets.open_stream(config))
-    check_parts(config, source, stream)
-    if config.evaluation is not None:
-        key, dataset, root = "evaluation.dataset", config.evaluation.dataset, Path(config.root)
-        _imported(key, dataset, lambda: datasets.read_tasks(dataset, root=root, key=key))
+    for name in config.environments:
+        _check_environment(config.of(name))
+    stream = datasets.open_stream(config)
+    if (e := config.evaluation) is not None:
+        key, root = datasets.HELD_OUT, Path(config.root)
+        _imported(
+            key, e.dataset, lambda: datasets.read_tasks(e.dataset, e.args, root=root, key=key)
+        )
     return Plan(tasks=len(stream.tasks), batches=stream.batches)
+
+
+def _check_environment(alone: RunConfig) -> None:
+    t = alone.tasks
+    source = _imported(sources.SOURCE, t.source, lambda: sources.load(alone))
+    stream = _imported("tasks.dataset", t.dataset or t.source, lambda: datasets.open_stream(alone))
+    check_parts(alone, source, stream)
 
 
 def check_engine(config: RunConfig, *, own: bool) -> None:
@@ -76,7 +87,7 @@ def check_engine(config: RunConfig, *, own: bool) -> None:
         raise ConfigError(f"{name} cannot sample for this run: {'; '.join(lacks)}")
 
 
-def check_parts(config: RunConfig, source: Source, stream: TaskStream) -> None:
+def check_parts(config: RunConfig, source: Source, stream: Batches) -> None:
     """Try the model's description on the source and the first batch.
 
     Raises:

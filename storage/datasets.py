@@ -1,29 +1,46 @@
 """Read the data set that a configuration names: a JSONL file, or a Python object."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from domain import ecosystem
 from domain.config import OWN_LOOP, RunConfig
 from domain.data import TaskStream, as_tasks
 from domain.errors import ConfigError
+from domain.mixing import MixedStream, Part
 from domain.rollouts import Task
-from domain.sources import resolve
+from domain.sources import made, resolve
+
+HELD_OUT = "evaluation.dataset"
 
 
-def open_stream(config: RunConfig) -> TaskStream:
-    """The task stream of `[tasks]`.
+def open_stream(config: RunConfig) -> TaskStream | MixedStream:
+    """The tasks of `[tasks]`: one data set's, or those of a mix.
 
     Raises:
         ConfigError: the data cannot be read; names the file and the row.
     """
+    if config.tasks.mix:
+        parts = [
+            Part(m.environment, m.ratio, _stream(config.of(m.environment)))
+            for m in config.tasks.mix
+        ]
+        return MixedStream(parts=parts, batch_size=config.tasks.batch_size)
+    return _stream(config)
+
+
+def _stream(config: RunConfig) -> TaskStream:
+    t = config.tasks
     return TaskStream(
-        tasks=read_tasks(config.tasks.dataset, root=Path(config.root)),
-        batch_size=config.tasks.batch_size,
-        epochs=config.tasks.epochs,
+        tasks=read_tasks(
+            t.dataset or t.source, t.args if not t.dataset else {}, root=Path(config.root)
+        ),
+        batch_size=t.batch_size,
+        epochs=t.epochs,
         seed=config.seed,
-        shuffle=config.tasks.shuffle,
+        shuffle=t.shuffle,
     )
 
 
@@ -40,26 +57,36 @@ def refuse_own_loop(config: RunConfig) -> None:
         )
 
 
-def read_tasks(dataset: str, *, root: Path, key: str = "tasks.dataset") -> list[Task]:
-    """The tasks of a JSONL file or of `module:name`, in file order.
+def read_tasks(
+    dataset: str,
+    args: Mapping[str, Any] | None = None,
+    *,
+    root: Path,
+    key: str = "tasks.dataset",
+) -> list[Task]:
+    """The tasks of a JSONL file, of `module:name` or of a package's environment, in order.
 
     Args:
-        dataset: the file or the object.
+        dataset: the file, the object or the environment.
+        args: what the function or the environment is made with.
         root: folder in which both are looked for first.
         key: of the configuration, for messages.
 
     Raises:
         ConfigError: names the file or object, the row and what is wrong with it.
     """
+    args = args or {}
+    if (found := ecosystem.find(dataset)) is not None:
+        package, name = found
+        rows = package.tasks(name, args, root=root, key=key)
+        return as_tasks(enumerate(rows), origin=dataset)
     if dataset.endswith((".jsonl", ".ndjson")):
         return _read_jsonl(root / dataset, key)
     if ":" not in dataset:
         raise ConfigError(
             f"{key} = {dataset!r} is neither a .jsonl file nor of the form module:name"
         )
-    value = resolve(dataset, root=root, key=key)
-    if callable(value):
-        value = value()
+    value = made(resolve(dataset, root=root, key=key), args, key=key, name=dataset)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ConfigError(
             f"{key} = {dataset!r} is a {type(value).__name__}; it must be a sequence of "

@@ -141,8 +141,8 @@ def _copy_owed(tx: Tx, parent: Run, child: str, start: CheckpointRow) -> None:
     )
     tx.execute(
         """
-        INSERT INTO groups(run_id, group_id, batch, share, pos, task_id, task)
-        SELECT %(child)s, group_id, batch, share, pos, task_id, task FROM owed ORDER BY group_id
+        INSERT INTO groups(run_id, group_id, batch, share, pos, environment, task_id, task)
+        SELECT %(child)s, group_id, batch, share, pos, environment, task_id, task FROM owed ORDER BY group_id
         """,
         values,
     )

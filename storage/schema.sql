@@ -114,7 +114,7 @@ CREATE TABLE groups(run_id text NOT NULL, group_id bigint NOT NULL CHECK (group_
   state text NOT NULL DEFAULT 'registered' CHECK (state IN ('registered','submitted','complete','abandoned','cancelled','expired','quarantined')),
   workflow_id text UNIQUE, begun_at timestamptz,                             -- of this gen; begun_at: begin_group ran
   submitted_version policy_version, submitted_at timestamptz, quorum_at timestamptz, deadline_reached_at timestamptz,
-  losses int NOT NULL DEFAULT 0 CHECK (losses >= 0), closed_cause text, closed_step int, updated_at timestamptz NOT NULL DEFAULT now(),
+  losses int NOT NULL DEFAULT 0 CHECK (losses >= 0), closed_cause text, closed_step int, updated_at timestamptz NOT NULL DEFAULT now(), environment text NOT NULL DEFAULT 'default',
   PRIMARY KEY(run_id, group_id), UNIQUE(run_id, batch, share, pos),
   FOREIGN KEY(run_id, batch, share) REFERENCES task_batches, FOREIGN KEY(run_id, submitted_version) REFERENCES policy_versions(run_id, version),
   CONSTRAINT submitted_known CHECK (state <> 'submitted' OR (workflow_id IS NOT NULL AND submitted_version IS NOT NULL AND submitted_at IS NOT NULL)),
@@ -227,6 +227,8 @@ CREATE TABLE objects(sha256 sha256 PRIMARY KEY, s3_key text NOT NULL UNIQUE, byt
 CREATE TABLE evaluations(run_id text NOT NULL, name text NOT NULL, version policy_version NOT NULL, task_id text NOT NULL, sample int NOT NULL CHECK (sample >= 0),
   status rollout_status NOT NULL, reward double precision, at timestamptz NOT NULL DEFAULT now(),
   PRIMARY KEY(run_id, name, version, task_id, sample), FOREIGN KEY(run_id, version) REFERENCES policy_versions);
+CREATE TABLE evaluation_pins(run_id text NOT NULL, version policy_version NOT NULL, at timestamptz NOT NULL DEFAULT now(),   -- versions kept for a held-out evaluation, as long as no publication needs the slot
+  PRIMARY KEY(run_id, version), FOREIGN KEY(run_id, version) REFERENCES policy_versions);
 
 -- ---------------------------------------------------------------- guards
 CREATE FUNCTION runs_guard() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -326,11 +328,15 @@ CREATE VIEW stuck_rollouts AS SELECT a.run_id, a.group_id, a.sample, a.attempt, 
 CREATE VIEW lag_histogram AS SELECT run_id, step, lag, count(*) AS groups FROM queue WHERE step IS NOT NULL GROUP BY 1, 2, 3;
 CREATE VIEW resubmissions AS SELECT run_id, resubmitted_as AS cause, counts_as_failure, count(*) AS n, sum(policy_tokens) AS wasted_tokens
   FROM attempts WHERE resubmitted_as IS NOT NULL GROUP BY 1, 2, 3;
-CREATE VIEW reward_by_version AS SELECT m.*, r.config #>> '{run,tasks,environment}' AS environment FROM (SELECT run_id, coalesce(oldest_version, pinned_version, submitted_version) AS version, count(*) AS n,
-  avg(reward) AS mean, stddev_samp(reward) AS sd, avg((status = 'truncated')::int) AS truncated FROM attempts WHERE member GROUP BY 1, 2) m JOIN runs r USING (run_id);
+CREATE VIEW reward_by_version AS SELECT a.run_id, coalesce(a.oldest_version, a.pinned_version, a.submitted_version) AS version, count(*) AS n,
+  avg(a.reward) AS mean, stddev_samp(a.reward) AS sd, avg((a.status = 'truncated')::int) AS truncated, g.environment FROM attempts a JOIN groups g USING (run_id, group_id) WHERE a.member GROUP BY 1, 2, 7;
+CREATE VIEW reward_by_step AS SELECT q.run_id, q.step, g.environment, count(DISTINCT q.group_id) AS groups, count(*) AS n, avg(a.reward) AS mean, stddev_samp(a.reward) AS sd, sum(a.policy_tokens) AS policy_tokens
+  FROM queue q JOIN groups g USING (run_id, group_id) JOIN attempts a ON (a.run_id, a.group_id, a.part) = (q.run_id, q.group_id, q.part) AND a.member WHERE q.step IS NOT NULL GROUP BY 1, 2, 3;
+CREATE VIEW evaluation_by_version AS SELECT run_id, name, version, count(*) AS n, avg(reward) AS mean, stddev_samp(reward) AS sd, avg(coalesce(reward >= 1, false)::int) AS solved,
+  avg((status = 'truncated')::int) AS truncated, min(at) AS at FROM evaluations GROUP BY 1, 2, 3;
 CREATE VIEW token_rate AS SELECT run_id, date_trunc('minute', created_at) AS minute, sum(tokens)/60.0 AS policy_tok_s, sum(prompt_tokens)/60.0 AS prompt_tok_s FROM segments GROUP BY 1, 2;
-CREATE VIEW version_pins AS SELECT v.run_id, v.version, v.state, count(a.run_id) AS pins FROM policy_versions v LEFT JOIN attempts a ON a.run_id = v.run_id AND a.state = 'running'
-  AND v.version IN (CASE WHEN a.sampling_version IS NULL THEN a.pinned_version END, a.sampling_version, a.kv_version) GROUP BY 1, 2, 3;
+CREATE VIEW version_pins AS SELECT v.run_id, v.version, v.state, count(a.run_id) + count(DISTINCT e.version) AS pins FROM policy_versions v LEFT JOIN attempts a ON a.run_id = v.run_id AND a.state = 'running'
+  AND v.version IN (CASE WHEN a.sampling_version IS NULL THEN a.pinned_version END, a.sampling_version, a.kv_version) LEFT JOIN evaluation_pins e ON (e.run_id, e.version) = (v.run_id, v.version) GROUP BY 1, 2, 3;
 CREATE VIEW group_timeline AS SELECT run_id, group_id, at, kind, sample, attempt, version, step, data FROM events WHERE group_id IS NOT NULL;
 CREATE VIEW group_place AS SELECT g.run_id, g.share, g.group_id, g.batch, CASE WHEN g.state <> 'complete' THEN g.state WHEN q.open > 0 THEN 'queue'
     WHEN q.trained > 0 THEN 'trained' WHEN q.cut > 0 THEN 'cut' ELSE 'nowhere' END AS place

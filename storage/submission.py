@@ -47,7 +47,7 @@ def submit(
     A re-opened group takes the next generation; one that was handed back by a close has it already.
     """
     row = tx.execute(
-        "SELECT batch, gen, task_id FROM groups WHERE run_id = %s AND group_id = %s",
+        "SELECT batch, gen, task_id, environment FROM groups WHERE run_id = %s AND group_id = %s",
         (run.id, group),
     ).fetchone()
     assert row is not None
@@ -112,7 +112,7 @@ def _group_in(
         gen=gen,
         batch=row["batch"],
         task=row["task_id"],
-        environment=run.config.tasks.environment,
+        environment=row["environment"],
         size=groups.size,
         samples=samples,
         kept=kept,

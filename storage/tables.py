@@ -187,6 +187,7 @@ groups = Table(
     Column("batch", Integer, nullable=False),
     Column("share", Integer, nullable=False),
     Column("pos", Integer, nullable=False),
+    Column("environment", Text, nullable=False),
     Column("task_id", Text, nullable=False),
     Column("task", JSONB, nullable=False),
     Column("gen", Integer, nullable=False),
@@ -422,5 +423,12 @@ evaluations = Table(
     Column("sample", Integer, primary_key=True),
     Column("status", STATUS, nullable=False),
     Column("reward", Double),
+    Column("at", Moment, nullable=False),
+)
+evaluation_pins = Table(
+    "evaluation_pins",
+    metadata,
+    Column("run_id", Text, primary_key=True),
+    Column("version", Version, primary_key=True),
     Column("at", Moment, nullable=False),
 )

@@ -17,6 +17,8 @@ from storage import runs, submission, versions
 from storage.database import Tx, canonical, jsonb
 from storage.runs import Run
 
+Row = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver:
@@ -73,14 +75,24 @@ def register_batch(
         "content_sha256) VALUES (%s, %s, %s, %s, %s, %s, %s)",
         (run, batch, share, len(tasks), len(tasks), jsonb(position), digest),
     )
+    environment = owner.config.environment_of
     # Numbers follow from the place in the data alone: the same data makes the same groups.
     first = (batch * owner.shares + share) * size
     with tx.cursor() as cursor:
         cursor.executemany(
-            "INSERT INTO groups(run_id, group_id, batch, share, pos, task_id, task) "
-            "VALUES (%s, %s, %s, %s, %s, %s, %s)",
+            "INSERT INTO groups(run_id, group_id, batch, share, pos, environment, task_id, task) "
+            "VALUES (%s, %s, %s, %s, %s, %s, %s, %s)",
             [
-                (run, first + pos, batch, share, pos, task.id, jsonb(task.data))
+                (
+                    run,
+                    first + pos,
+                    batch,
+                    share,
+                    pos,
+                    environment(task.id),
+                    task.id,
+                    jsonb(task.data),
+                )
                 for pos, task in enumerate(tasks)
             ],
         )
@@ -180,7 +192,12 @@ def progress(tx: Tx, run: str, share: int) -> tuple[int, int | None]:
 def _candidates(
     tx: Tx, run: Run, share: int, holding: int
 ) -> tuple[list[tuple[int, int]], int | None]:
-    """Registered `(group, batch)` that may be submitted, in data order, and the batch that lacks."""
+    """Registered `(group, batch)` that may be submitted, in data order, and the batch that lacks.
+
+    A group that its environment's `in_flight` holds back keeps its place: the groups behind it that
+    have a place of their own may start before it, but none is drawn in its stead, so that a slow
+    environment never loses its share.
+    """
     schedule, size = run.config.schedule, run.config.tasks.batch_size
     drawn, end = progress(tx, run.id, share)
     last_step = None if run.config.steps is None else run.config.steps - 1
@@ -189,7 +206,7 @@ def _candidates(
         if last_step is not None:
             last = min(last, last_step)
         rows = tx.execute(
-            "SELECT group_id, batch FROM groups WHERE run_id = %s AND share = %s "
+            "SELECT group_id, batch, environment FROM groups WHERE run_id = %s AND share = %s "
             "AND state = 'registered' AND batch <= %s ORDER BY batch, pos",
             (run.id, share, last),
         ).fetchall()
@@ -200,13 +217,39 @@ def _candidates(
             places = min(places, (last_step + 1 - run.next_step) * size)
         places = max(0, places - holding)
         rows = tx.execute(
-            "SELECT group_id, batch FROM groups WHERE run_id = %s AND share = %s "
+            "SELECT group_id, batch, environment FROM groups WHERE run_id = %s AND share = %s "
             "AND state = 'registered' ORDER BY batch, pos LIMIT %s",
             (run.id, share, places),
         ).fetchall()
         lacks = len(rows) < places
     need = drawn if lacks and end is None else None
-    return [(row["group_id"], row["batch"]) for row in rows], need
+    return [(row["group_id"], row["batch"]) for row in _within_limits(tx, run, rows)], need
+
+
+def _within_limits(tx: Tx, run: Run, rows: list[Row]) -> list[Row]:
+    """Those that their environments' `in_flight` leaves room for, beside what is sampled now.
+
+    Counted under the run's row lock, which every submission holds: two hand-overs cannot both take
+    the last place. A group that is re-opened goes on at once, whatever the limit.
+    """
+    limits = {m.environment: m.in_flight for m in run.config.tasks.mix if m.in_flight is not None}
+    if not limits:
+        return rows
+    busy = tx.execute(
+        "SELECT environment, count(*) AS n FROM groups WHERE run_id = %s AND state = 'submitted' "
+        "AND environment = ANY(%s) GROUP BY 1",
+        (run.id, list(limits)),
+    ).fetchall()
+    room = limits | {row["environment"]: limits[row["environment"]] - row["n"] for row in busy}
+    chosen = []
+    for row in rows:
+        left = room.get(row["environment"])
+        if left is not None:
+            if left <= 0:
+                continue
+            room[row["environment"]] = left - 1
+        chosen.append(row)
+    return chosen
 
 
 def _outstanding(tx: Tx, run: str, share: int) -> list[int]:

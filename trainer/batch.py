@@ -70,7 +70,7 @@ class Batch:
             version,
             latencies=self.latencies,
             cancelled_tokens=self.cancelled_tokens,
-        )
+        ) | figures.by_environment(self.rollouts, config)
 
 
 def read(ledger: Ledger, consumer: Consumer, plan: Planned) -> Batch:

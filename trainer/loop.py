@@ -22,6 +22,7 @@ from typing import Literal
 from domain import failpoints
 from domain.data import TaskStream
 from domain.errors import ConfigError, Fenced, RollbookError, RunStopped
+from domain.mixing import MixedStream
 from domain.risks import acknowledged
 from domain.services import Services
 from storage import datasets, runs
@@ -45,7 +46,7 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     lease_s: float = LEASE_S,
     patience_s: float | None = None,
-    stream: TaskStream | None = None,
+    stream: TaskStream | MixedStream | None = None,
     watcher: Callable[[Trained], None] = lambda _: None,
 ) -> str:
     """Train a run of the ledger until it ends, is told to stop, or fails.
@@ -98,7 +99,7 @@ def run(
 
 
 def _train(
-    workshop: Workshop, stream: TaskStream | None, watcher: Callable[[Trained], None]
+    workshop: Workshop, stream: TaskStream | MixedStream | None, watcher: Callable[[Trained], None]
 ) -> str:
     """Everything between the lease and the close."""
     found = workshop.ledger.call(runs.read, workshop.run)

@@ -10,6 +10,7 @@ Names are those of the step record; what the update itself did comes from `train
                         all sampled ids
     latency/…           seconds from submission to finish
     length/…            mean sampled ids of a rollout: what tail cutting keeps and what it loses
+    environment/<e>/…   of a mix: its groups in the step, mean reward as judged, mean sampled ids
 
 A figure with nothing to count is left out, never 0.
 """
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from domain.config import Trainer
+from domain.config import RunConfig, Trainer
 from domain.rollouts import Rollout
 from trainer.members import Member, group_members, judge
 from trainer.packing import Packed
@@ -60,6 +61,24 @@ def of_batch(
         | _latencies(latencies)
         | _means({"length/admitted": tokens, "length/cancelled": cancelled_tokens})
     )
+
+
+def by_environment(rollouts: Sequence[Rollout], config: RunConfig) -> dict[str, float]:
+    """Of a mix: what each environment earned and its share of the step; nothing otherwise."""
+    if not config.tasks.mix:
+        return {}
+    told: dict[str, float] = {}
+    for name in config.environments:
+        own = [rollout for rollout in rollouts if config.environment_of(rollout.task) == name]
+        told[f"environment/{name}/groups"] = float(len({rollout.group for rollout in own}))
+        rewards = [rollout.reward for rollout in own if rollout.reward is not None]
+        told |= _means(
+            {
+                f"environment/{name}/reward": rewards,
+                f"environment/{name}/length": [rollout.policy_tokens for rollout in own],
+            }
+        )
+    return told
 
 
 def _shares(

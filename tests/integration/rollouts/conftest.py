@@ -1,6 +1,7 @@
 """A ledger with one run in it, driven by the functions that workers and workflows call."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -67,7 +68,7 @@ class Bench:
                 self.run,
             )
 
-    def group(self, samples: int | None = None) -> int:
+    def group(self, samples: int | None = None, *, task: Mapping[str, Any] | None = None) -> int:
         """A submitted group with the first attempt of each sample, spares included."""
         number, self.drawn = self.drawn, self.drawn + 1
         size = self.config.groups.size + self.config.groups.oversample
@@ -80,11 +81,12 @@ class Bench:
         )
         self.sql(
             """INSERT INTO groups(run_id, group_id, batch, share, pos, task_id, task)
-            VALUES (%s, %s, %s, 0, 0, %s, '{"n": 1}')""",
+            VALUES (%s, %s, %s, 0, 0, %s, %s)""",
             self.run,
             number,
             number,
             f"t{number}",
+            json.dumps({"n": 1} if task is None else dict(task)),
         )
         self.sql(
             """UPDATE groups SET state = 'submitted', workflow_id = %s, submitted_at = now(),

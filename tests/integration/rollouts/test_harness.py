@@ -65,7 +65,7 @@ def python(text: str, **env: str) -> HarnessSource:
 class Knows:
     setup: Setup
 
-    async def get(self, run: str) -> Setup:
+    async def get(self, run: str, environment: str) -> Setup:
         return self.setup
 
 

@@ -55,7 +55,7 @@ class One:
 
     setup: Setup
 
-    async def get(self, run: str) -> Setup:
+    async def get(self, run: str, environment: str) -> Setup:
         return self.setup
 
 
