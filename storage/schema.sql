@@ -213,6 +213,7 @@ CREATE TABLE outbox(id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, run_id t
   due_at timestamptz NOT NULL DEFAULT now(), refusals int NOT NULL DEFAULT 0 CHECK (refusals >= 0), set_aside_at timestamptz, UNIQUE(run_id, kind, key),
   CONSTRAINT set_aside_says_why CHECK (set_aside_at IS NULL OR (refusals > 0 AND last_error IS NOT NULL)));
 CREATE INDEX outbox_todo ON outbox(due_at, id) WHERE done_at IS NULL;        -- done rows may be deleted; start_group rows once their group has begun
+CREATE INDEX outbox_workflow ON outbox(run_id, (coalesce(payload->>'workflow_id', key)), id) WHERE done_at IS NULL;   -- those of one workflow go in order
 CREATE TABLE events(id bigint GENERATED ALWAYS AS IDENTITY, at timestamptz NOT NULL DEFAULT clock_timestamp(), run_id text NOT NULL, kind text NOT NULL,
   group_id bigint, sample int, attempt int, version int, step int, data jsonb NOT NULL DEFAULT '{}', PRIMARY KEY(id, at)) PARTITION BY RANGE(at);
 CREATE TABLE events_default PARTITION OF events DEFAULT;                     -- the steward adds a partition a day

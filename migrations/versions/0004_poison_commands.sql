@@ -4,3 +4,4 @@ ALTER TABLE outbox ADD COLUMN due_at timestamptz NOT NULL DEFAULT now(), ADD COL
   ADD CONSTRAINT set_aside_says_why CHECK (set_aside_at IS NULL OR (refusals > 0 AND last_error IS NOT NULL));
 DROP INDEX outbox_todo;
 CREATE INDEX outbox_todo ON outbox(due_at, id) WHERE done_at IS NULL;
+CREATE INDEX outbox_workflow ON outbox(run_id, (coalesce(payload->>'workflow_id', key)), id) WHERE done_at IS NULL;

@@ -104,6 +104,18 @@ def test_the_commands_of_one_workflow_go_one_by_one_in_order(ledger: Ledger) -> 
     assert order == [["g0~0", "g1~0", "g2~0", "g3~0"], ["s0.a0"], ["s0.a1"]]
 
 
+def test_a_claim_out_of_very_many_stays_within_the_time_of_a_statement(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration()).begin()
+    run.do(
+        "INSERT INTO outbox(run_id, kind, key, payload) SELECT 'r1', 'cancel_sample', 'k' || i, "
+        "jsonb_build_object('workflow_id', 'w' || i / 2) FROM generate_series(1, 20000) i"
+    )
+    for _ in range(2):
+        found = ledger.call(outbox.claim)
+        assert len({c.payload["workflow_id"] for c in found}) == len(found) == 100
+        ledger.call(outbox.done, [c.id for c in found])
+
+
 def test_relays_that_claim_together_share_the_commands(ledger: Ledger) -> None:
     config = configuration(tasks={"batch_size": 16}, schedule={"order": "deadline"})
     run = Rehearsal(ledger, config).begin()
