@@ -9,7 +9,8 @@ from tests.outage import Proxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-LIMIT_S = 8.0
+LIMIT_S = 20.0
+"""Longer than any of the processes takes to start on a busy machine."""
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ LIMIT_S = 8.0
     [
         ("temporal", "commands for Temporal are not delivered: "),
         ("ledger", "commands for Temporal are not delivered: no ledger worker leads"),
-        ("workflows", "was not served within 8 s"),
+        ("workflows", "was not served within 20 s"),
         ("rollouts", "no rollout worker takes"),
         ("engine", "no engine is seen"),
     ],
