@@ -10,6 +10,7 @@ LOOPBACK = "127.0.0.1"
 # Below the kernel's ephemeral range (32768..), so that no outgoing connection takes one between
 # the choice and the bind; low enough that P + 10000 stays below it too (SeaweedFS gRPC ports).
 _RANGE = range(15000, 22000)
+_DICE = random.SystemRandom()  # a step of training seeds the ordinary one: processes would collide
 _TRIES = 400
 
 
@@ -60,7 +61,7 @@ def choose(
 
     if preferred and fits(preferred):
         return preferred
-    for port in random.sample(_RANGE, _TRIES):
+    for port in _DICE.sample(_RANGE, _TRIES):
         if fits(port):
             return port
     raise ConfigError(
