@@ -15,11 +15,12 @@ from domain import failpoints
 from domain.capabilities import missing
 from domain.config import RunConfig
 from domain.errors import (
+    ConfigError,
     DigestMismatch,
     EngineError,
     EngineRefused,
     EngineUnavailable,
-    LedgerError,
+    RollbookError,
 )
 from domain.ids import policy_name, policy_version
 from storage import census, runs, versions
@@ -191,11 +192,11 @@ class Fleet:
                 if need == "load" and name not in acknowledged and self._serves(run):
                     try:
                         await load(self.ledger, self.engines, run, version, url)
-                    except (EngineRefused, DigestMismatch) as error:  # the others may be well
+                    except (EngineRefused, DigestMismatch, ConfigError) as error:  # others are well
                         refusals.append(str(error))
             told = "; ".join(refusals)
             self._say(url, f"is not as it should be: {told}" if told else "")
-        except (EngineError, DigestMismatch, LedgerError, *AWAY) as error:
+        except (RollbookError, *AWAY) as error:
             self._say(url, f"is not as it should be: {error}")
 
     def _say(self, url: str, trouble: str) -> None:

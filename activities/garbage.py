@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from domain.errors import ObjectError
+from domain.errors import ObjectError, RollbookError
 from storage import checkpoints, garbage, manifests, pushes
 from storage.database import Ledger
 from storage.objects import Entry, ObjectStore
@@ -27,12 +27,12 @@ class Garbage:
     store: ObjectStore
 
     async def collect(self) -> None:
-        """One round. A store that is out is asked again in the next."""
+        """One round. A store that is out is asked again in the next; no run ends the care for others."""
         for run in await self.ledger.run(garbage.runs_with_garbage):
             try:
                 await self._checkpoints(run)
                 await self._weights(run)
-            except ObjectError as error:
+            except RollbookError as error:
                 logger.warning("objects of run %s were not deleted: %s", run, error)
 
     async def sweep(self, *, older_s: float = ORPHAN_S) -> None:

@@ -162,9 +162,11 @@ class Sweep:
 
     async def _quarantine_poison_tasks(self) -> None:
         """A task whose groups were abandoned again and again by its own failures: set it aside."""
-        for run in await self.ledger.run(census.runs_to_tend):
-            for task, reason in await self.ledger.run(quarantine.set_aside, run):
-                logger.warning("task %s of run %s is quarantined: %s", task, run, reason)
+        await each(await self.ledger.run(census.runs_to_tend), self._look_for_poison)
+
+    async def _look_for_poison(self, run: str) -> None:
+        for task, reason in await self.ledger.run(quarantine.set_aside, run):
+            logger.warning("task %s of run %s is quarantined: %s", task, run, reason)
 
     async def _tell_stuck_groups(self) -> None:
         """Let people find in the Temporal UI what does not move, and read there what it waits for."""

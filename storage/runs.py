@@ -19,9 +19,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from psycopg import errors, sql
+from pydantic import ValidationError
 
 from domain.config import RunConfig
 from domain.errors import (
+    ConfigError,
     Fenced,
     LedgerError,
     RunExists,
@@ -331,7 +333,13 @@ def _one(tx: Tx, run: str, query: sql.Composed) -> Run:
         near = get_close_matches(run, names, n=3) or names[-3:]
         hint = f"; there is {', '.join(near)}" if near else "; there are no runs yet"
         raise RunNotFound(f"no run {run!r} in the ledger{hint}")
-    config, world = _parse(row.pop("config"))
+    try:
+        config, world = _parse(row.pop("config"))
+    except ValidationError as error:
+        raise ConfigError(
+            f"the configuration of run {run} was written by another version, and this one cannot read "
+            f"it: {error}; use the rollbook that created the run"
+        ) from error
     return Run(config=config, world=world, **row)
 
 

@@ -322,6 +322,31 @@ async def test_a_publication_whose_command_is_poison_is_started_by_the_sweep(sce
         await until(lambda: scene.ledger.call(versions.served, scene.run.run) == 1)
 
 
+async def test_a_run_of_another_version_does_not_end_the_care_for_the_others(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = Rehearsal(scene.ledger, configuration(name=f"{scene.run.run}-old")).begin()
+    for _ in range(2):  # so that there is something to retire
+        old.train(1)
+        old.checkpoint()
+    scene.run.do(
+        "UPDATE runs SET config = jsonb_set(config, '{run,gone}', '1') WHERE run_id = %s", old.run
+    )
+    scene.run.hand_over()
+    scene.run.do("UPDATE engines SET alive_until = now() WHERE run_id = %s", old.run)
+    url = scene.engines.add("http://a")
+    scene.run.do("DELETE FROM engines")
+    steward = scene.steward(url)
+    await steward.fleet.tend()
+    await steward.sweep.run()
+    await steward.garbage.collect()
+    await steward.fleet.retire()
+    await until(lambda: len(_routes(scene, 0)) == 1)
+    await steward.fleet.stop()
+    assert "gone" in caplog.text
+    assert "use the rollbook that created the run" in caplog.text
+
+
 async def test_a_close_reaches_running_groups_and_late_signals_are_done(scene: Scene) -> None:
     scene.run.hand_over()
     async with scene.workers():
