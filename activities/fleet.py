@@ -6,7 +6,7 @@ acknowledgements. It takes traffic for a version once it has acknowledged that v
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from activities.inference import Crossing, EngineClient, Health
@@ -58,7 +58,7 @@ async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, en
     )
     failpoints.reach("load_unacknowledged")
     if health.max_resident == 1:
-        await _forget_replaced(ledger, engines, engine, incarnation)
+        await _forget_lost(ledger, engines, engine, incarnation)
     acknowledged = await ledger.run(
         versions.acknowledge, run, engine, incarnation, version, weights.sha256
     )
@@ -68,12 +68,13 @@ async def load(ledger: Ledger, engines: EngineClient, run: str, version: int, en
         )
 
 
-async def _forget_replaced(
+async def _forget_lost(
     ledger: Ledger, engines: EngineClient, engine: str, incarnation: int
 ) -> None:
-    """Take back the acknowledgement of what the engine's one slot held before.
+    """Take back the acknowledgement of what the engine holds no more.
 
-    In this order: what is acknowledged now and missing from a health seen later is really gone.
+    Its one slot was given to another version, or somebody else unloaded it. In this order: what is
+    acknowledged now and missing from a health seen later is really gone.
     """
     known = await ledger.run(census.acknowledged, engine, incarnation)
     held = (await engines.health(engine)).policies
@@ -182,10 +183,12 @@ class Fleet:
         try:
             # Read after the health: what was loaded since then is not taken for superfluous.
             wanted = await self.ledger.run(census.wanted)
-            for name in health.policies:
-                if name not in wanted and _is_ours(name):
-                    await unload(self.ledger, self.engines, url, name)
+            for name in await self._superfluous(health.policies.keys() - wanted.keys()):
+                await unload(self.ledger, self.engines, url, name)
             acknowledged = await self.ledger.run(census.acknowledged, url, health.incarnation)
+            if acknowledged - health.policies.keys():
+                await _forget_lost(self.ledger, self.engines, url, health.incarnation)
+                acknowledged = await self.ledger.run(census.acknowledged, url, health.incarnation)
             refusals: list[str] = []
             for name, need in wanted.items():
                 run, version = policy_version(name)
@@ -198,6 +201,12 @@ class Fleet:
             self._say(url, f"is not as it should be: {told}" if told else "")
         except (RollbookError, *AWAY) as error:
             self._say(url, f"is not as it should be: {error}")
+
+    async def _superfluous(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that are policies of this ledger; another one may use the engine too."""
+        ours = {name: policy_version(name)[0] for name in names if _is_ours(name)}
+        known = await self.ledger.run(census.known_runs, sorted(set(ours.values()))) if ours else ()
+        return sorted(name for name, run in ours.items() if run in known)
 
     def _say(self, url: str, trouble: str) -> None:
         if trouble and trouble != self._trouble.get(url):

@@ -49,6 +49,12 @@ def runs_to_tend(tx: Tx, held: Sequence[str] = ()) -> list[str]:
     return [row["run_id"] for row in rows]
 
 
+def known_runs(tx: Tx, names: Sequence[str]) -> frozenset[str]:
+    """Those of the names that are runs of this ledger."""
+    rows = tx.execute("SELECT run_id FROM runs WHERE run_id = ANY(%s)", (list(names),)).fetchall()
+    return frozenset(row["run_id"] for row in rows)
+
+
 def live_engines(tx: Tx, run: str) -> list[tuple[str, int]]:
     """`(base URL, incarnation)` of the engines whose health was seen lately."""
     rows = tx.execute(

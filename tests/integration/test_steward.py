@@ -347,6 +347,25 @@ async def test_a_run_of_another_version_does_not_end_the_care_for_the_others(
     assert "use the rollbook that created the run" in caplog.text
 
 
+async def test_an_engine_that_lost_a_policy_without_a_restart_loads_it_again(scene: Scene) -> None:
+    url = scene.engines.add("http://a")
+    fleet = scene.fleet(url)
+    scene.run.do("DELETE FROM engines")
+    name = policy_name(scene.run.run, 0)
+    async with asyncio.timeout(20):
+        while not _routes(scene, 0):
+            await fleet.tend()
+        scene.engines._set(url, {"theirs@3": "x"})  # somebody unloaded it; and another ledger's
+        while name not in scene.engines.health_by_url[url].policies:
+            await fleet.tend()
+            await asyncio.sleep(0)
+        while not _routes(scene, 0):
+            await fleet.tend()
+    await fleet.stop()
+    assert scene.engines.loads == [(url, name)] * 2
+    assert "theirs@3" in scene.engines.health_by_url[url].policies
+
+
 async def test_a_close_reaches_running_groups_and_late_signals_are_done(scene: Scene) -> None:
     scene.run.hand_over()
     async with scene.workers():
