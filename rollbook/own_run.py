@@ -95,9 +95,10 @@ class OwnRun:
         self._publisher = publisher
         self._guard = DriftGuard(config.model.dtype)
         self._stack = ExitStack()
+        limit = patience_s or config.schedule.max_outage
         with ExitStack() as opening:
             self.ledger = Ledger.open(
-                services.database_url, pool=2, application=f"loop {self.name}", patience_s=60
+                services.database_url, pool=2, application=f"loop {self.name}", patience_s=limit
             )
             opening.callback(self.ledger.close)
             holder = holders.here()
@@ -108,7 +109,6 @@ class OwnRun:
             opening.callback(renewals.close)
             lease = opening.enter_context(Lease(renewals, self.name, self.epoch, lease_s=lease_s))
             scratch = tempfile.TemporaryDirectory(prefix="rollbook-loop-")
-            limit = patience_s or config.schedule.max_outage
             self._waits = Waits(_never(watch), lease, patience_s=limit)
             self._desk = Desk(
                 ledger=self.ledger,
