@@ -266,8 +266,12 @@ class Trainer(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
+    ranks: Positive = 1
+    """Trainer processes, each with a share of the data, of which a step takes `tasks.batch_size`
+    groups; so a step trains ranks times as many. Fixed when the run is created."""
     threads: Positive | None = None
-    """torch threads; fixed at run creation, since digests depend on it. Default: all cores."""
+    """torch threads of each trainer process; fixed at run creation, since digests depend on it.
+    Default: all cores, divided among the ranks."""
     exact: Literal["bits", "order"] = "bits"
     """`bits`: a replay must reproduce the weights; `order`: kernels are not deterministic."""
 

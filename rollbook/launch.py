@@ -27,6 +27,8 @@ REFUSED = 2
 """Exit code of a process that was given something wrong; see `rollbook.cli`."""
 _SERVICE = Restart(deaths=5, refusals=frozenset({REFUSED}))
 _TRAINING = Restart(after="failure", deaths=5, refusals=frozenset({REFUSED}))
+_TRAINER_STOP_S = 120.0
+"""Longest checkpoint of a trainer that was asked to stop."""
 ENGINE_START_S = 600.0
 """Longest start of the engine; vLLM compiles."""
 
@@ -145,7 +147,13 @@ class Job:
             force = ("--force",) if self._force else ()
             arguments = ("trainer", c.name, *force)
             commands.append(
-                self._command(TRAINER, *arguments, restart=_TRAINING, stop_grace_s=120.0)
+                self._command(
+                    TRAINER,
+                    *arguments,
+                    before=torchrun(c.trainer.ranks),
+                    restart=_TRAINING,
+                    stop_grace_s=_TRAINER_STOP_S,
+                )
             )
         return commands
 
@@ -161,6 +169,7 @@ class Job:
         self,
         name: str,
         *arguments: str,
+        before: tuple[str, ...] = (),
         restart: Restart = _SERVICE,
         stop_grace_s: float = 20.0,
         ready: Callable[[], None] | None = None,
@@ -168,7 +177,15 @@ class Job:
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         return Command(
             name=name,
-            argv=(sys.executable, "-m", "rollbook", *arguments, "--state", str(self._state)),
+            argv=(
+                sys.executable,
+                *before,
+                "-m",
+                "rollbook",
+                *arguments,
+                "--state",
+                str(self._state),
+            ),
             log=self.folder / "logs" / f"{name}.log",
             env={**os.environ, **self.services.environment(), **_vllm(), "PYTHONPATH": path},
             cwd=Path(self.config.root),
@@ -177,6 +194,22 @@ class Job:
             ready=ready,
             ready_s=ENGINE_START_S,
         )
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """Modules that start so many processes of the command that follows; none for one process.
+
+    torchrun never starts them again: it ends all when one has ended badly, and then the supervisor
+    starts it again, which counts the deaths and knows when to give up.
+    """
+    if ranks == 1:
+        return ()
+    return (
+        *("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ports.LOOPBACK}:0"),
+        *("--local-addr", ports.LOOPBACK, "--max-restarts", "0"),
+        *("--shutdown-timeout", str(int(_TRAINER_STOP_S) - 10)),
+    )
 
 
 def engine_options(config: RunConfig) -> list[str]:

@@ -209,7 +209,8 @@ class OwnRun:
     def apply(self, plan: Planned, done: Done) -> Booked:
         """Book a step that was computed for the first time; the run is paused when it shows that
         the engines sample from other weights."""
-        booked = booking.book(self.ledger, self.name, self.epoch, plan, done, self._waits.take())
+        shares = [booking.of_share(plan, self._waits.take())]
+        booked = booking.book(self.ledger, self.name, self.epoch, plan, done, shares)
         self._guard.watch(self.ledger, self.name, done.metrics)
         failpoints.reach("apply_done")
         return booked

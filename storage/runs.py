@@ -78,18 +78,19 @@ def create(
     config: RunConfig,
     *,
     world: Mapping[str, Any],
-    shares: int = 1,
+    shares: int | None = None,
     has_verifier: bool = True,
     columns: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Insert the run (state `creating`), its shares and its partition of `segments`.
 
-    `columns` are further columns of the row: a fork starts at its parent's step.
+    `shares` are as many as the run has trainer processes (`trainer.ranks`). `columns` are further columns of the row: a fork starts at its parent's step.
 
     Raises:
         RunExists: the name is taken.
     """
     stored = config.model_dump(mode="json")
+    shares = config.trainer.ranks if shares is None else shares
     row = (
         settings.columns(config)
         | {

@@ -93,6 +93,20 @@ def plan(tx: Tx, run: str, epoch: int, share: int, step: int) -> Planned | Waiti
         return Waiting(kind="wait", reason=str(lost))
 
 
+def fail_share(tx: Tx, run: str, epoch: int, share: int, step: int, error: str) -> None:
+    """Record that a share could not plan `step`: every other share's PLAN of it raises this.
+
+    Nothing happens if it has a plan. The next trainer forgets it and plans again (`take_over`).
+    """
+    owner = runs.fence(tx, run, epoch)
+    _open_step(tx, owner, step)
+    tx.execute(
+        "INSERT INTO step_shares(run_id, step, share, epoch, state, error) "
+        "VALUES (%s, %s, %s, %s, 'failed', %s) ON CONFLICT (run_id, step, share) DO NOTHING",
+        (run, step, share, epoch, error),
+    )
+
+
 def read_plan(tx: Tx, run: str, step: int, share: int | None = None) -> Planned | None:
     """The plan of a step (of one share, or of all), or None if it has none."""
     before = tx.execute(
@@ -125,6 +139,7 @@ def apply(
     cause: str | None,
     metrics: Mapping[str, Any],
     record: Mapping[str, Any],
+    others: Sequence[Mapping[str, Any]] = (),
 ) -> int:
     """Book a computed step and return the run's version; a repetition must say the same.
 
@@ -132,7 +147,8 @@ def apply(
     row fail the run, which its next poll raises.
 
     `updated` says whether the weights changed; without it `cause` says why. `record` is the step
-    record of share 0; the digests of what was trained are added to it, for the audit.
+    record of share 0; the digests of what was trained are added to it, for the audit. `others` are
+    the records of the shares after it.
 
     Raises:
         LedgerError: the step is not planned on every share.
@@ -180,11 +196,12 @@ def apply(
         ),
     )
     booked = {**record, "inputs": inputs.digests(tx, run, step)}
-    tx.execute(
-        "UPDATE step_shares SET record = %s, waited_s = %s "
-        "WHERE run_id = %s AND step = %s AND share = 0",
-        (jsonb(booked), record.get("waited"), run, step),
-    )
+    for share, of_share in enumerate([booked, *others]):
+        tx.execute(
+            "UPDATE step_shares SET record = %s, waited_s = %s "
+            "WHERE run_id = %s AND step = %s AND share = %s",
+            (jsonb(of_share), of_share.get("waited"), run, step, share),
+        )
     version = owner.version + updated
     tx.execute(
         "UPDATE runs SET version = %s, next_step = %s WHERE run_id = %s", (version, step + 1, run)
@@ -346,11 +363,7 @@ def _bind(tx: Tx, run: Run, share: int, step: int, seen: Candidates, take: Seque
                 f"trainer's {run.version}; the ledger and the trainer do not belong together"
             )
     keys = [(row.group, row.part, seen.gens[row.group, row.part]) for row in take]
-    tx.execute(
-        "INSERT INTO steps(run_id, step, version_before, state, planned_epoch) "
-        "VALUES (%s, %s, %s, 'planned', %s) ON CONFLICT (run_id, step) DO NOTHING",
-        (run.id, step, run.version, run.epoch),
-    )
+    _open_step(tx, run, step)
     bound = 0
     for pos, (group, part, gen) in enumerate(keys):
         bound += tx.execute(
@@ -366,6 +379,15 @@ def _bind(tx: Tx, run: Run, share: int, step: int, seen: Candidates, take: Seque
         "INSERT INTO step_shares(run_id, step, share, epoch, state, groups) "
         "VALUES (%s, %s, %s, %s, 'planned', %s)",
         (run.id, step, share, run.epoch, len(keys)),
+    )
+
+
+def _open_step(tx: Tx, run: Run, step: int) -> None:
+    """The step's row; the first share that plans it makes it."""
+    tx.execute(
+        "INSERT INTO steps(run_id, step, version_before, state, planned_epoch) "
+        "VALUES (%s, %s, %s, 'planned', %s) ON CONFLICT (run_id, step) DO NOTHING",
+        (run.id, step, run.version, run.epoch),
     )
 
 
@@ -425,7 +447,8 @@ def _leave(
 
 def _planned_elsewhere(tx: Tx, run: Run, step: int) -> bool:
     row = tx.execute(
-        "SELECT 1 FROM steps WHERE run_id = %s AND step = %s", (run.id, step)
+        "SELECT 1 FROM step_shares WHERE run_id = %s AND step = %s AND state = 'planned'",
+        (run.id, step),
     ).fetchone()
     return row is not None
 

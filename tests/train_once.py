@@ -1,6 +1,6 @@
 """A trainer process for the crash tests: `python tests/train_once.py RUN`, services by environment.
 
-Prints the run's final state. FAILPOINT kills it where a test wants it to die.
+Prints the run's final state; under torchrun it is one of several ranks. FAILPOINT kills it where a test wants it to die.
 """
 
 import os
@@ -19,5 +19,6 @@ if __name__ == "__main__":
         Services.from_environment(os.environ),
         holder=f"{socket.gethostname()}:{os.getpid()}",
         patience_s=20,
+        environ=os.environ,
     )
     print(state)  # noqa: T201

@@ -34,8 +34,22 @@ class Batch:
         """All members, in plan order."""
         return [rollout for group in self.groups for rollout in group]
 
-    def pack(self, config: RunConfig, version: int) -> Packed:
-        """The rows, trained at `version`.
+    def rewards(self, config: RunConfig) -> list[float]:
+        """The trained rewards of the members that are in the baseline.
+
+        Raises:
+            LedgerError: a rollout that cannot be scored; it is named.
+        """
+        try:
+            members = figures.judged(self.rollouts, config.trainer)
+        except ValueError as error:
+            raise LedgerError(f"the rollouts of this step cannot be trained: {error}") from error
+        return [member.reward for member in members if member.reward is not None]
+
+    def pack(
+        self, config: RunConfig, version: int, *, pool: Sequence[float] | None = None
+    ) -> Packed:
+        """The rows, trained at `version`; `pool` are the rewards of all processes.
 
         Raises:
             LedgerError: a rollout that cannot be packed, scored or be this old; it is named.
@@ -52,6 +66,7 @@ class Batch:
                 support_capacity=t.support_capacity,
                 standardize=t.standardize,
                 overlong=t.overlong,
+                pool=pool,
                 trainer_version=version,
                 max_lag=schedule.max_lag,
                 stale_policy=schedule.stale_policy,
@@ -71,6 +86,10 @@ class Batch:
             latencies=self.latencies,
             cancelled_tokens=self.cancelled_tokens,
         ) | figures.by_environment(self.rollouts, config)
+
+    def weights(self, config: RunConfig, packed: Packed) -> dict[str, float]:
+        """How much each kind of figure of this rank counts among those of all ranks."""
+        return figures.weights(self.rollouts, packed, config.trainer)
 
 
 def read(ledger: Ledger, consumer: Consumer, plan: Planned) -> Batch:

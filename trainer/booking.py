@@ -1,6 +1,6 @@
 """APPLY with its record: what a step did, and what happened around it since the step before."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +32,23 @@ class Booked:
     metrics: dict[str, float]
 
 
+def of_share(plan: Planned, waited: Mapping[str, float]) -> dict[str, Any]:
+    """One share's part of a step: its groups, their greatest lag, the seconds its rank waited."""
+    return {
+        "lag": max((row.lag for row in plan.rows), default=0),
+        "groups": len(plan.rows),
+        "waited": sum(waited.values()),
+        "waited_for": dict(waited),
+    }
+
+
 def book(
-    ledger: Ledger, run: str, epoch: int, plan: Planned, done: Done, waited: Mapping[str, float]
+    ledger: Ledger,
+    run: str,
+    epoch: int,
+    plan: Planned,
+    done: Done,
+    shares: Sequence[Mapping[str, Any]],
 ) -> Booked:
     """Apply a planned step and write its record, in one transaction.
 
@@ -43,13 +58,15 @@ def book(
         epoch: the trainer's fencing token.
         plan: of the step.
         done: what it did.
-        waited: seconds waited since the step before, by kind.
+        shares: `of_share` of each, in order. The ranks wait for each other, so the step's waits are
+            those of rank 0.
 
     Raises:
         Fenced: another trainer has taken over.
         ReplayDiverged: the step was applied before with another result.
     """
     version = plan.version_before + done.updated
+    waited = shares[0]["waited_for"]
 
     def apply(tx: Tx) -> Booked:
         served = versions.served(tx, run)
@@ -63,10 +80,10 @@ def book(
             "updates": version,
             "optimizer_updates": done.optimizer_updates,
             "version": records.oldest(tx, run, plan.step),
-            "lag": max((row.lag for row in plan.rows), default=0),
-            "groups": len(plan.rows),
-            "waited": sum(waited.values()),
-            "waited_for": dict(waited),
+            "lag": max(share["lag"] for share in shares),
+            "groups": sum(share["groups"] for share in shares),
+            "waited": shares[0]["waited"],
+            "waited_for": waited,
             "totals": totals,
         } | records.since(before, totals)
         steps.apply(
@@ -79,6 +96,7 @@ def book(
             cause=done.cause,
             metrics=metrics,
             record=record,
+            others=shares[1:],
         )
         failpoints.reach("apply_mid")
         return Booked(record=record, metrics=metrics)

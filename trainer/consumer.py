@@ -1,20 +1,26 @@
 """Where the groups of a step come from: hand-over and plan at every poll, then their tokens.
 
+Each rank has a share of the data, of which it registers, submits and plans its own groups. The
+ranks poll in step: a step goes on when every share has planned it, and the run ends when every
+share says so. A share that holds, waits or fails thereby holds, delays or fails the step for all.
+
 Hand-over belongs to every poll, not to every step: a group that ends without a batch frees its
 place at once, and the run would otherwise hang with too few groups.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from domain import failpoints
-from domain.errors import PlatformAway
+from domain.errors import Fenced, PlatformAway, RollbookError, RunStopped, SourceBroken
 from domain.rollouts import Rollout, Task
 from storage import outages, segments, steps, tasks
 from storage.database import Ledger, Tx
 from storage.steps import Planned
 from storage.tasks import HandedOver
+from trainer.ranks import Ranks
 from trainer.waiting import Kind, Waits
 
 IDLE_S = 15.0
@@ -51,11 +57,18 @@ class Consumer:
     epoch: int
     stream: Stream
     waits: Waits
-    share: int = 0
+    ranks: Ranks = field(default_factory=Ranks)
+
+    @property
+    def share(self) -> int:
+        """Which part of the data is this rank's."""
+        return self.ranks.rank
 
     def position(self) -> dict[str, Any]:
-        """Where the next batch to draw begins."""
-        drawn, _ = self.ledger.call(tasks.progress, self.run, self.share)
+        """Where the next batch to draw begins; no share has drawn less."""
+        drawn = min(
+            self.ledger.call(tasks.progress, self.run, share)[0] for share in range(self.ranks.size)
+        )
         return self.stream.position(drawn)
 
     def verify_data(self, position: Mapping[str, Any]) -> None:
@@ -66,7 +79,7 @@ class Consumer:
         """
         self.stream.verify(position)
         drawn, _ = self.ledger.call(tasks.progress, self.run, self.share)
-        for batch in range(int(position["batch"]), drawn):
+        for batch in range(int(position["batch"]) // self.ranks.size, drawn):
             self._register(batch)
 
     def next_plan(self, step: int, *, idle: Callable[[], None] = lambda: None) -> Planned | End:
@@ -74,7 +87,7 @@ class Consumer:
 
         Args:
             step: the next step.
-            idle: called once in a long wait, when time costs nothing.
+            idle: called once in a long wait, when time costs nothing; by all ranks at once.
 
         Raises:
             Stopped: the process was asked to stop meanwhile.
@@ -84,26 +97,27 @@ class Consumer:
         """
         idled, looked = False, 0.0
         while True:
-            self.waits.check()
-            self.hand_over()
-            failpoints.reach("plan_start")
-            answer = self.ledger.call(self._plan, step)
-            if isinstance(answer, Planned):
+            answer = self.ranks.together("plan", lambda: self._poll(step))
+            votes = self.ranks.exchange("vote", _vote(answer))
+            missing = [vote for vote in votes if vote[0] != "planned"]
+            if isinstance(answer, Planned) and not missing:
                 self.waits.over()
                 failpoints.reach("plan_done")
                 return answer
-            if answer.kind == "end":
+            if all(kind == "end" for kind, _ in votes):
                 self.waits.over()
-                return End(answer.reason)
-            kind: Kind = "groups" if answer.kind == "wait" else answer.kind
-            waited = self.waits.pause(kind, answer.reason)
+                return End(votes[0][1])
+            kind, reason = _waits_for(missing)
+            pause = partial(self.waits.pause, kind, reason)
+            # Rank 0's clock decides: every rank must be idle, or lose patience, at the same poll.
+            waited = self.ranks.exchange("waited", self.ranks.together("wait", pause))[0]
             if waited > IDLE_S and not idled:
                 idled = True
                 idle()
             late = waited > max(looked + LOOK_EVERY_S, self.waits.patience_s)
             if late and kind != "paused":
                 looked = waited
-                self._refuse_outage(step)
+                self.ranks.together("outage", partial(self._refuse_outage, step))
 
     def _refuse_outage(self, step: int) -> None:
         limit = self.waits.patience_s
@@ -114,6 +128,21 @@ class Consumer:
                 f"(schedule.max_outage): {away}. `rollbook stuck {self.run}` looks closer; mend it, "
                 f"then `rollbook resume {self.run}`"
             )
+
+    def _poll(self, step: int) -> Planned | steps.Waiting:
+        """Hand over and ask for the plan, once; why that failed is kept where others see it."""
+        self.waits.check()
+        try:
+            self.hand_over()
+            failpoints.reach("plan_start")
+            return self.ledger.call(self._plan, step)
+        except (Fenced, RunStopped, SourceBroken):
+            raise
+        except RollbookError as error:
+            if self.ranks.size > 1:
+                text = f"{type(error).__name__}: {error}"
+                self.ledger.call(steps.fail_share, self.run, self.epoch, self.share, step, text)
+            raise
 
     def hand_over(self) -> None:
         """Register what is needed and submit what may be."""
@@ -154,3 +183,21 @@ class Consumer:
         if isinstance(answer, Planned) and not answer.replayed:
             failpoints.reach("plan_mid")
         return answer
+
+
+def _vote(answer: Planned | steps.Waiting) -> tuple[str, str]:
+    """An answer of PLAN as the other ranks see it: its kind and its reason."""
+    if isinstance(answer, Planned):
+        return "planned", ""
+    return answer.kind, answer.reason
+
+
+def _waits_for(missing: Sequence[tuple[str, str]]) -> tuple[Kind, str]:
+    """What a step waits for, of the votes of the shares that lack a plan: a hold before all."""
+    kind, reason = next((vote for vote in missing if vote[0] == "hold"), missing[0])
+    match kind:
+        case "hold":
+            return "hold", reason
+        case "paused":
+            return "paused", reason
+    return "groups", reason

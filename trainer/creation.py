@@ -9,7 +9,7 @@ since nothing has seen them.
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from trainer.checkpoint import State
 from trainer.determinism import World
 from trainer.model import Policy
 from trainer.optimizer import Optimizer
+from trainer.ranks import Ranks
 from trainer.update import Learner
 from trainer.waiting import Waits
 
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Workshop:
-    """Where a run's parts are built: its stores, a local folder, and its fencing token."""
+    """Where a run's parts are built: its stores, a local folder, its fencing token and its ranks."""
 
     ledger: Ledger
     store: ObjectStore
@@ -46,6 +47,7 @@ class Workshop:
     waits: Waits
     run: str
     epoch: int
+    ranks: Ranks = field(default_factory=Ranks)
 
     def create(self, found: Run, position: Mapping[str, Any]) -> None:
         """Make version 0 and checkpoint 0 and begin the run.
@@ -54,7 +56,8 @@ class Workshop:
             ConfigError: the model cannot be read, packed, or hold the configured context.
         """
         config = found.config
-        threads = config.trainer.threads or os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+        threads = config.trainer.threads or max(1, cores // self.ranks.size)
         device = determinism.settle(threads, exact=config.trainer.exact == "bits")
         source = folders.source_folder(config, self.scratch / "tiny")
         files = folders.description_files(source, config.model.dtype)
@@ -67,7 +70,9 @@ class Workshop:
         drawn = config.model.tiny is not None or config.model.initial == "random"
         policy = (Policy.build if drawn else Policy.pretrained)(source, config, device)
         folders.check_context(source, config)
-        world = asdict(World.here(threads, device)) | {"model_manifest": model.manifest_key}
+        world = asdict(World.here(threads, device, shares=found.shares)) | {
+            "model_manifest": model.manifest_key
+        }
         if config.trainer.kl_coefficient or config.model.lora:
             # Apart from version 0, which is swept once it is superseded.
             probed = publishing.probe(policy, config.max_context_tokens)
@@ -139,7 +144,9 @@ class Workshop:
         config, world = found.config, found.world
         threads = int(world["threads"])
         device = determinism.settle(threads, exact=config.trainer.exact == "bits")
-        if changed := World.read(world).differences(World.here(threads, device)):
+        if changed := World.read(world).differences(
+            World.here(threads, device, shares=found.shares)
+        ):
             log.warning("this is not the world the run was created in: %s", changed)
         folder = self.waits.outlast(
             lambda: publishing.fetch_model(
@@ -156,7 +163,7 @@ class Workshop:
         assert found.durable_step is not None
         newest = found.durable_step if at_most is None else min(at_most, found.durable_step)
         state = self._load_newest(found, newest, policy, optimizer)
-        return Learner(config, policy, optimizer, reference), state
+        return Learner(config, policy, optimizer, reference, self.ranks), state
 
     def _load_newest(self, found: Run, newest: int, policy: Policy, optimizer: Optimizer) -> State:
         damage: Exception | None = None

@@ -31,8 +31,8 @@ class World:
     shares: int = 1
 
     @classmethod
-    def here(cls, threads: int, device: torch.device) -> Self:
-        """The world of this process."""
+    def here(cls, threads: int, device: torch.device, *, shares: int = 1) -> Self:
+        """The world of this process, which is one of `shares`."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return cls(
             threads=threads,
@@ -40,6 +40,7 @@ class World:
             torch_version=torch.__version__,
             transformers_version=transformers.__version__,
             machine=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            shares=shares,
         )
 
     @classmethod

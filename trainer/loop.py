@@ -10,27 +10,35 @@ A step's groups are fixed by PLAN before any compute, and APPLY records the dige
 made, so the process may die anywhere: the next one restores the newest checkpoint, recomputes the
 steps since, compares every digest, publishes, and only then hands over new work. Every transaction
 checks the fencing epoch; a process that lost its run ends with `Fenced` and has changed nothing.
+
+Of several ranks, rank 0 takes the run over and closes it; all of them run this with its epoch.
 """
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from domain import failpoints
 from domain.data import TaskStream
-from domain.errors import ConfigError, Fenced, RollbookError, RunStopped
+from domain.errors import ConfigError, DigestMismatch, Fenced, RollbookError, RunStopped
 from domain.mixing import MixedStream
 from domain.risks import acknowledged
 from domain.services import Services
+from domain.shares import Share
 from storage import datasets, runs
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore
+from storage.runs import Run
+from trainer.checkpoint import State
 from trainer.consumer import Consumer
 from trainer.creation import Workshop
 from trainer.lease import LEASE_S, Lease, acquire
+from trainer.ranks import Ranks
 from trainer.session import Session, Trained
 from trainer.waiting import Stopped, Waits
 
@@ -48,6 +56,7 @@ def run(
     patience_s: float | None = None,
     stream: TaskStream | MixedStream | None = None,
     watcher: Callable[[Trained], None] = lambda _: None,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Train a run of the ledger until it ends, is told to stop, or fails.
 
@@ -61,6 +70,7 @@ def run(
         patience_s: seconds for which an outage only stalls; default: `schedule.max_outage`.
         stream: the run's data, where it is an object of this process and not `tasks.dataset`.
         watcher: called after each step that this process applied; the next one waits for it.
+        environ: holds torchrun's variables where several processes train the run together.
 
     Returns:
         the run's state: `finished`, `closed`, or `failed` with the cause in the ledger.
@@ -77,22 +87,28 @@ def run(
         if stream is None:
             datasets.refuse_own_loop(config)
         ledger.patience_s = patience_s = patience_s or config.schedule.max_outage
-        epoch = acquire(ledger, run, holder, force=force, lease_s=lease_s, stop=stop)
+        # A peer is waited for while it outlasts an outage, and not much longer.
+        ranks = stack.enter_context(Ranks.joined(environ, timeout_s=2 * patience_s))
+        take = partial(acquire, ledger, run, holder, force=force, lease_s=lease_s, stop=stop)
+        epoch = ranks.exchange("epoch", ranks.first("lease", take))[0]
+        assert epoch is not None
         failpoints.reach("resume_done")
         renewals = Ledger.open(services.database_url, pool=1, application=f"lease {run}")
         stack.callback(renewals.close)
         lease = stack.enter_context(Lease(renewals, run, epoch, lease_s=lease_s))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollbook-trainer-")))
         waits = Waits(stop, lease, patience_s=patience_s)
-        workshop = Workshop(ledger, ObjectStore(services), scratch, waits, run, epoch)
+        workshop = Workshop(ledger, ObjectStore(services), scratch, waits, run, epoch, ranks)
         try:
             return _train(workshop, stream, watcher)
         except Fenced:
             raise
         except RunStopped as ended:
+            ranks.tell(ended)
             log.info("%s", ended)
             return _close(workshop, "closed")  # one that has failed stays failed
         except RollbookError as error:
+            ranks.tell(error)
             log.exception("run %s fails", run)
             failure = f"{type(error).__name__}: {error}"
             return _close(workshop, "failed", failure)
@@ -105,25 +121,31 @@ def _train(
     found = workshop.ledger.call(runs.read, workshop.run)
     if found.state == "finished":
         return _close(workshop, "finished")
-    if found.shares != 1:
+    ranks = workshop.ranks
+    if found.shares != ranks.size:
         raise ConfigError(
-            f"run {found.id} has {found.shares} shares; this trainer is one process and trains "
-            "one share: create the run with shares = 1"
+            f"run {found.id} has {found.shares} shares of its data (trainer.ranks), and "
+            f"{ranks.size} trainer processes were started; start as many as it has shares, as "
+            f"`rollbook resume {found.id}` or torchrun --nproc-per-node {found.shares} does"
         )
     for risk in acknowledged(found.config):
         log.warning("run %s: %s", found.id, risk)
-    stream = stream or datasets.open_stream(found.config)
+    opened = partial(_share, stream, found, ranks.rank)
     try:
+        share = ranks.together("data", opened)
         if found.state == "creating":
-            workshop.create(found, stream.position(0))
+            ranks.first("create", partial(workshop.create, found, share.position(0)))
             found = workshop.ledger.call(runs.read, workshop.run)
-        learner, state = workshop.restore(found)
-        consumer = Consumer(workshop.ledger, workshop.run, workshop.epoch, stream, workshop.waits)
+        learner, state = ranks.together("restore", partial(workshop.restore, found))
+        _ensure_alike(ranks, state)
+        consumer = Consumer(
+            workshop.ledger, workshop.run, workshop.epoch, share, workshop.waits, ranks
+        )
         session = Session(
             workshop, learner, consumer, step=state.step, version=state.version, watcher=watcher
         )
         failpoints.reach("restored")
-        consumer.verify_data(state.position)
+        ranks.together("verify data", partial(consumer.verify_data, state.position))
         session.replay()
     except Stopped:
         return _close(workshop, "closed")
@@ -145,6 +167,32 @@ def _close(
         failpoints.reach("close_mid")
         return runs.read(tx, workshop.run).state
 
-    final = workshop.ledger.call(close)
+    ranks = workshop.ranks
+    final = ranks.exchange("end", ranks.first("close", lambda: workshop.ledger.call(close)))[0]
     failpoints.reach("close_done")
+    assert final is not None
     return final
+
+
+def _share(
+    stream: TaskStream | MixedStream | None, run: Run, rank: int
+) -> TaskStream | MixedStream | Share:
+    """The rank's share of the run's data."""
+    whole = stream or datasets.open_stream(run.config)
+    return whole if run.shares == 1 else Share(whole, rank, run.shares)
+
+
+def _ensure_alike(ranks: Ranks, state: State) -> None:
+    """Refuse to train from different checkpoints: one rank may have found the newest damaged.
+
+    Raises:
+        DigestMismatch: names what each rank restored.
+    """
+    mine = f"step {state.step} ({state.weights_sha256.hex()[:16]})"
+    restored = ranks.exchange("restored", mine)
+    if len(set(restored)) > 1:
+        told = ", ".join(restored)
+        raise DigestMismatch(
+            f"the ranks restored different checkpoints: {told}; see that each of them can read the "
+            "whole object store"
+        )

@@ -45,12 +45,7 @@ def of_batch(
         latencies: seconds from submission to finish of the rollouts.
         cancelled_tokens: sampled ids of the rollouts that were cancelled in their favour.
     """
-    members = judge(
-        rollouts,
-        truncation=config.truncation,
-        truncation_by_cause=config.truncation_by_cause,
-        overlong=config.overlong,
-    )
+    members = judged(rollouts, config)
     tokens = [rollout.policy_tokens for rollout in rollouts]
     return (
         _shares(rollouts, members, tokens)
@@ -79,6 +74,86 @@ def by_environment(rollouts: Sequence[Rollout], config: RunConfig) -> dict[str, 
             }
         )
     return told
+
+
+def judged(rollouts: Sequence[Rollout], config: Trainer) -> list[Member]:
+    """What the run's configuration makes of each rollout (`trainer.members.judge`)."""
+    return judge(
+        rollouts,
+        truncation=config.truncation,
+        truncation_by_cause=config.truncation_by_cause,
+        overlong=config.overlong,
+    )
+
+
+def weights(rollouts: Sequence[Rollout], packed: Packed, config: Trainer) -> dict[str, float]:
+    """What the means among one rank's figures are taken over, for `pool`."""
+    members = judged(rollouts, config)
+    compared = [
+        group
+        for group in group_members(rollouts)
+        if any(members[i].reward is not None for i in group)
+    ]
+    trained = [r for r, member in zip(rollouts, members, strict=True) if member.trains]
+    mask = packed["response_mask"]
+    return {
+        "rollouts": float(len(rollouts)),
+        "sampled": float(sum(rollout.policy_tokens for rollout in rollouts)),
+        "groups": float(len(compared)),
+        "trained": float(len(trained)),
+        "candidates": float(sum(rollout.policy_tokens for rollout in trained)),
+        "tokens": float(np.count_nonzero(mask)),
+        "slots": float(mask.size),
+        "chains": float(packed["segment_ids"].max(axis=1, initial=0).sum()),
+        "prompts": float(sum(len(s.prompt_ids) for r in rollouts for s in r.segments)),
+    }
+
+
+_SUMMED = ("tokens/", "pack/rows", "lag/hist/")
+_LARGEST = ("lag/max", "staleness/span_age_p99")
+_OF_THE_STEP = ("latency/", "length/cancelled")
+_MEANS = {
+    "status/": "rollouts",
+    "length/admitted": "rollouts",
+    "masked/": "sampled",
+    "reward/zero_variance_group_frac": "groups",
+    "reward/": "trained",
+    "pack/fill": "slots",
+    "merge/calls_per_chain": "chains",
+    "staleness/frac_masked": "candidates",
+    "lag/mean": "tokens",
+    "sampling/cached_prompt_fraction": "prompts",
+}
+
+
+def pool(ranks: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> dict[str, float]:
+    """The figures of a step from those of its ranks: `(of_batch, weights)` of each.
+
+    Counts are summed and means weighted by what they were taken over, so they are those of one
+    process with all rollouts; a maximum is the largest, and so is `span_age_p99`, which no rank can
+    tell of the others' tokens. Latencies and cancelled lengths are of the whole step on every rank.
+    """
+    told: dict[str, float] = {}
+    for name in sorted({name for mine, _ in ranks for name in mine}):
+        values = [mine[name] for mine, _ in ranks if name in mine]
+        if name.startswith(_SUMMED) or name.endswith("/groups"):
+            told[name] = sum(values)
+        elif name.startswith(_LARGEST):
+            told[name] = max(values)
+        elif name.startswith(_OF_THE_STEP):
+            told[name] = values[0]
+        else:
+            counts = [_counts(name, mine, weights) for mine, weights in ranks]
+            mean = sum(mine.get(name, 0.0) * n for (mine, _), n in zip(ranks, counts, strict=True))
+            told[name] = mean / (sum(counts) or 1.0)
+    return told
+
+
+def _counts(name: str, mine: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """What the mean `name` of one rank counts among those of all."""
+    if name.startswith("environment/"):
+        return mine.get(f"{name.rpartition('/')[0]}/groups", 0.0)
+    return weights[next(over for prefix, over in _MEANS.items() if name.startswith(prefix))]
 
 
 def _shares(

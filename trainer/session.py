@@ -1,10 +1,17 @@
-"""A restored run at work: replay, then publish, plan, compute, apply and checkpoint, step by step."""
+"""A restored run at work: replay, then publish, plan, compute, apply and checkpoint, step by step.
+
+Every rank holds the same weights and goes through the same steps; what is written once (the booked
+step, the checkpoint, the published version) is written by rank 0 while the others wait.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from domain import failpoints
+from domain.errors import LedgerError
 from domain.rollouts import Rollout
 from storage import checkpoints, runs, steps
 from storage.database import Tx
@@ -48,6 +55,7 @@ class Session:
 
     def __post_init__(self) -> None:
         w, config = self.workshop, self.learner.config
+        self.ranks = w.ranks
         self.found = self._read()
         self.saved = self.step
         self.guard = DriftGuard(config.model.dtype)
@@ -73,21 +81,9 @@ class Session:
         """
         last = self.found.next_step
         for step in range(self.step, last):
-            self.workshop.waits.check()
-            plan = self.workshop.ledger.call(
-                steps.read_plan, self.workshop.run, step, self.consumer.share
-            )
-            assert plan is not None, f"applied step {step} has no plan"
-            planned = batch.read(self.workshop.ledger, self.consumer, plan)
+            plan, planned = self.ranks.together("replay", partial(self._read_again, step))
             outcome = self._compute(plan, planned)
-            self.workshop.ledger.call(
-                steps.verify_replay,
-                self.workshop.run,
-                self.workshop.epoch,
-                step,
-                updated=outcome.updated,
-                weights_sha256=self._digest(),
-            )
+            self.ranks.first("verify", partial(self._verify, step, outcome, self._digest(step)))
             log.info("replayed step %d of %d", step, last - 1)
             self._advance(outcome)
             failpoints.reach("replay_mid")
@@ -97,32 +93,41 @@ class Session:
         """Steps until nothing is left to train; the last one is durable then."""
         first = self.found.first_version
         while True:
-            self.workshop.waits.check()
-            self.publisher.publish_if_due(self.version, first=self.version == first)
+            self.ranks.together("check", self.workshop.waits.check)
+            publish = partial(self.publisher.publish_if_due, self.version)
+            self.ranks.first("publish", partial(publish, first=self.version == first))
             plan = self.consumer.next_plan(self.step, idle=self.checkpoint)
             if isinstance(plan, End):
                 log.info("run %s ends: %s", self.workshop.run, plan.reason)
                 self.checkpoint()
                 return
-            planned = batch.read(self.workshop.ledger, self.consumer, plan)
+            read = partial(batch.read, self.workshop.ledger, self.consumer, plan)
+            planned = self.ranks.together("read", read)
             outcome = self._compute(plan, planned)
             booked = self._apply(plan, outcome)
             self._advance(outcome)
             self._checkpoint_if_due()
-            self.guard.watch(self.workshop.ledger, self.workshop.run, outcome.metrics)
-            self.watcher(
-                Trained(
-                    step=plan.step,
-                    version=self.version,
-                    metrics=booked.metrics,
-                    rollouts=planned.rollouts,
+            watch = self.guard.watch
+            ledger, run = self.workshop.ledger, self.workshop.run
+            self.ranks.first("watch", partial(watch, ledger, run, outcome.metrics))
+            if booked is not None:
+                self.watcher(
+                    Trained(
+                        step=plan.step,
+                        version=self.version,
+                        metrics=booked.metrics,
+                        rollouts=planned.rollouts,
+                    )
                 )
-            )
 
     def checkpoint(self) -> None:
         """Make the present step durable."""
         if self.saved >= self.step:
             return
+        self.ranks.first("checkpoint", self._save)
+        self.saved = self.step
+
+    def _save(self) -> None:
         w = self.workshop
         position = self.consumer.position()
         saved = w.waits.outlast(
@@ -158,7 +163,6 @@ class Session:
             failpoints.reach("ck_mid")
 
         w.ledger.call(record)
-        self.saved = self.step
         failpoints.reach("ck_done")
 
     def _checkpoint_if_due(self) -> None:
@@ -170,27 +174,71 @@ class Session:
         determinism.seed_step(self.learner.config.seed, plan.step, self.consumer.share)
         return self.learner.step(planned, self.version)
 
-    def _apply(self, plan: Planned, outcome: Outcome) -> Booked:
+    def _read_again(self, step: int) -> tuple[Planned, Batch]:
+        """This rank's part of a step that was applied."""
         w = self.workshop
-        waited = w.waits.take()
+        w.waits.check()
+        plan = w.ledger.call(steps.read_plan, w.run, step, self.consumer.share)
+        assert plan is not None, f"applied step {step} has no plan"
+        return plan, batch.read(w.ledger, self.consumer, plan)
+
+    def _verify(self, step: int, outcome: Outcome, digest: bytes) -> None:
+        w = self.workshop
+        w.ledger.call(
+            steps.verify_replay,
+            w.run,
+            w.epoch,
+            step,
+            updated=outcome.updated,
+            weights_sha256=digest,
+        )
+
+    def _apply(self, plan: Planned, outcome: Outcome) -> Booked | None:
+        """Book the step on rank 0; every rank logs its own part of it."""
+        waited = self.workshop.waits.take()
+        digest = self._digest(plan.step)
+        shares = self.ranks.exchange("waits", booking.of_share(plan, waited))
+        booked = self.ranks.first("apply", partial(self._book, plan, outcome, digest, shares))
+        _tell(plan, outcome, waited)
+        failpoints.reach("apply_done")
+        return booked
+
+    def _book(
+        self,
+        plan: Planned,
+        outcome: Outcome,
+        digest: bytes,
+        shares: Sequence[Mapping[str, Any]],
+    ) -> Booked:
+        w = self.workshop
         done = booking.Done(
             updated=outcome.updated,
-            weights_sha256=self._digest(),
+            weights_sha256=digest,
             cause=outcome.cause,
             optimizer_updates=outcome.optimizer_updates,
             metrics=outcome.metrics,
         )
-        booked = booking.book(w.ledger, w.run, w.epoch, plan, done, waited)
-        _tell(plan, outcome, waited)
-        failpoints.reach("apply_done")
-        return booked
+        return booking.book(w.ledger, w.run, w.epoch, plan, done, shares)
 
     def _advance(self, outcome: Outcome) -> None:
         self.step += 1
         self.version += outcome.updated
 
-    def _digest(self) -> bytes:
-        return weights_digest(self.learner.policy.weights())
+    def _digest(self, step: int) -> bytes:
+        """Of the weights after a step, which are the same on every rank.
+
+        Raises:
+            LedgerError: they are not; nothing was booked.
+        """
+        digest = weights_digest(self.learner.policy.weights())
+        digests = self.ranks.exchange("digest", digest.hex())
+        if len(set(digests)) > 1:
+            raise LedgerError(
+                f"the ranks of run {self.workshop.run} hold different weights after step {step}: "
+                f"{', '.join(d[:16] for d in digests)}; a device or its kernels are not "
+                "deterministic. Resume the run on other hardware"
+            )
+        return digest
 
     def _read(self) -> Run:
         return self.workshop.ledger.call(runs.read, self.workshop.run)

@@ -4,6 +4,10 @@ Reads from top to bottom as one step: pack, score the proximal policy, then per 
 gradients of its micro-batches, clip, move. It touches no ledger and no store, and depends on
 nothing but the rollouts, the weights, the optimizer and the configuration: two executions of the
 same plan are bit-equal.
+
+Of several ranks each computes its own rows. What decides about the step (is there a gradient, how
+much mass does the loss have) is decided over all of them, and the gradients are added up before
+they are clipped, so that the step is that of one process with everybody's rows.
 """
 
 import math
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from domain import failpoints
 from domain.config import RunConfig
+from trainer import metrics as figures
 from trainer.batch import Batch
 from trainer.logprobs import Scores
 from trainer.mismatch import log_ratio, of_tokens
@@ -24,6 +29,7 @@ from trainer.model import Policy
 from trainer.objective import KL, Entropy, loss_mass, policy_loss, pool_metrics, usable_gradient
 from trainer.optimizer import Optimizer, learning_rate
 from trainer.packing import Packed
+from trainer.ranks import Ranks
 
 Cause = Literal["empty", "no_usable_gradient", "nothing_left", "zero_gradient", "not_finite"]
 """Why a step made no update: no groups; no token that takes loss with an advantage, a KL or an
@@ -64,24 +70,28 @@ class Learner:
     optimizer: Optimizer
     reference: Policy | None = None
     """The initial weights, frozen; needed when there is a KL term."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that take this step together."""
 
     def step(self, batch: Batch, version: int) -> Outcome:
         """Train the groups of one plan, in plan order.
 
         Args:
-            batch: the planned groups.
+            batch: the planned groups of this rank.
             version: policy version before the step.
 
         Raises:
             LedgerError: a rollout that cannot be packed, scored or be this old; it is named.
         """
-        if not batch.groups:
+        ranks = self.ranks
+        if not ranks.any("groups", bool(batch.groups)):
             return Outcome(updated=False, cause="empty")
         started = time.monotonic()
-        packed = batch.pack(self.config, version)
-        told = batch.figures(self.config, packed, version)
+        pool = self._pool(batch)
+        packed = ranks.together("pack", lambda: batch.pack(self.config, version, pool=pool))
+        told = self._figures(batch, packed, version)
         coefficients = (self.config.trainer.kl_coefficient, self.config.trainer.entropy_coefficient)
-        if not usable_gradient(packed, *coefficients):
+        if not ranks.any("usable", usable_gradient(packed, *coefficients)):
             return Outcome(updated=False, cause="no_usable_gradient", metrics=told)
         outcome = self._descend(packed, version)
         seconds = time.monotonic() - started
@@ -96,14 +106,29 @@ class Learner:
             metrics=told,
         )
 
+    def _pool(self, batch: Batch) -> list[float] | None:
+        """The rewards of all ranks, where the estimator compares over the whole step."""
+        if self.config.trainer.estimator != "batch" or self.ranks.size == 1:
+            return None
+        mine = self.ranks.together("judge", lambda: batch.rewards(self.config))
+        return [reward for rewards in self.ranks.exchange("rewards", mine) for reward in rewards]
+
+    def _figures(self, batch: Batch, packed: Packed, version: int) -> dict[str, float]:
+        mine = batch.figures(self.config, packed, version)
+        if self.ranks.size == 1:
+            return mine
+        weights = batch.weights(self.config, packed)
+        return figures.pool(self.ranks.exchange("figures", (mine, weights)))
+
     def _descend(self, packed: Packed, version: int) -> Outcome:
         """The step's optimizer updates, over disjoint parts of its rows."""
         t = self.config.trainer
         used = int((packed["segment_ids"] > 0).any(axis=1).sum())  # full rows come first
+        # Every rank makes as many updates as the one with the most rows.
+        count = min(t.minibatches, max(self.ranks.exchange("rows", used)))
         parts = [
             [self._micro(packed, rows[i : i + t.rows]) for i in range(0, len(rows), t.rows)]
-            for rows in (list(range(k, used, t.minibatches)) for k in range(t.minibatches))
-            if rows
+            for rows in (list(range(k, used, t.minibatches)) for k in range(count))
         ]
         proximal = [[self._score_frozen(self.policy, m, entropy=True) for m in p] for p in parts]
         frozen = [
@@ -130,7 +155,9 @@ class Learner:
         updates = len(parts) - len(causes)
         if updates:
             failpoints.reach("optimizer")
-        metrics = pool_metrics(told) if told else {}
+        mine = [{name: float(value) for name, value in part.items()} for part in told]
+        everyone = [part for of_rank in self.ranks.exchange("loss", mine) for part in of_rank]
+        metrics = pool_metrics(everyone) if everyone else {}
         metrics |= self._mismatch(parts, proximal, version)
         metrics |= {
             "lr": rate,
@@ -151,12 +178,13 @@ class Learner:
     ) -> Cause | None:
         """Sum the gradients of a mini-batch; names the reason if it has none."""
         t = self.config.trainer
-        if not any(
+        usable = any(
             usable_gradient(m.packed, t.kl_coefficient, t.entropy_coefficient) for m in part
-        ):
+        )
+        if not self.ranks.any("usable part", usable):
             return "no_usable_gradient"
         chains: dict[str, Any] = {"kind": t.loss, "aggregation": t.aggregation}
-        mass = sum(
+        own_mass = sum(
             loss_mass(
                 proximal.log_probs,
                 m["behavior_logprobs"],
@@ -168,6 +196,7 @@ class Learner:
             )
             for m, proximal in zip(part, before, strict=True)
         )
+        mass = self.ranks.total("mass", torch.as_tensor(own_mass, device=self.policy.device))
         if not float(mass):
             return "nothing_left"
         for i, (m, proximal) in enumerate(zip(part, before, strict=True)):
@@ -204,6 +233,7 @@ class Learner:
             told.append(
                 parts_told | {"loss": loss.detach() * mass / parts_told["mass"].clamp(1e-9)}
             )
+        self.ranks.sum_gradients(self.policy.parameters().values())
         return None
 
     def _mismatch(
@@ -225,10 +255,19 @@ class Learner:
                 same.append((m["versions"] == version)[mask])
                 if scores.entropy is not None:
                     entropies.append(scores.entropy[mask])
-        told = of_tokens(torch.cat(drifts), torch.cat(same), self.config.trainer.importance)
-        if entropies:
-            told["entropy"] = float(torch.cat(entropies).mean())
+        drift, on_policy = (
+            self._of_all(drifts, torch.float32),
+            self._of_all(same, torch.bool),
+        )
+        told = of_tokens(drift, on_policy, self.config.trainer.importance)
+        if len(entropy := self._of_all(entropies, torch.float32)):
+            told["entropy"] = float(entropy.mean())
         return told
+
+    def _of_all(self, values: Sequence[Tensor], kind: torch.dtype) -> Tensor:
+        """One value for each token of the step, over all micro-batches of all ranks."""
+        mine = torch.cat(list(values)) if values else torch.zeros(0, dtype=kind)
+        return self.ranks.concatenate(mine.to(self.policy.device))
 
     @torch.no_grad()
     def _score_frozen(self, policy: Policy, m: _Micro, *, entropy: bool = False) -> Scores:

@@ -77,6 +77,9 @@ def trainer(
 ) -> None:
     """Train a run that exists in the ledger, until its end or SIGTERM.
 
+    A run with several ranks is trained by as many of these, started by torchrun:
+    `torchrun --nproc-per-node 2 -m rollbook trainer NAME`.
+
     The run's end, a failure included, stands in the ledger, and the exit code is 0, also when
     another trainer has taken over; any other exit code means that the process broke and should be
     started again.
@@ -96,6 +99,7 @@ def trainer(
             holder=holders.here(),
             force=force,
             stop=lambda: bool(stopping),
+            environ=os.environ,
         )
     except Fenced as lost:  # started again, it would only fight for the run
         final = f"left to another trainer ({lost})"

@@ -49,6 +49,9 @@ def run(
             help="Number the name if a run of that name exists (reverse3, reverse3-2).",
         ),
     ] = False,
+    ranks: Annotated[
+        int | None, typer.Option(help="Trainer processes, instead of trainer.ranks in the file.")
+    ] = None,
     state: State = STATE,
     json: Events = False,
 ) -> None:
@@ -63,6 +66,10 @@ def run(
     loaded = RunConfig.load(config)
     if name is not None:
         loaded = RunConfig.parse(loaded.model_dump() | {"name": name}, origin="--name")
+    if ranks is not None:
+        table = loaded.model_dump()
+        table["trainer"] |= {"ranks": ranks}
+        loaded = RunConfig.parse(table, origin="--ranks")
     plan = preflight.check(loaded, own_engine=_own_engine())
     check_external_ledger()
     with Stack.up(state, environ=os.environ) as stack, ledger_of(stack) as ledger:

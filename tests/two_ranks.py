@@ -1,0 +1,208 @@
+"""One of two trainer processes for `tests/unit/test_ranks.py`: `python tests/two_ranks.py FOLDER`.
+
+torchrun's variables say which one. Rank 0 prints a JSON line for each case.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from domain.config import RunConfig
+from domain.errors import DataChanged, RollbookError
+from domain.ids import fold
+from domain.rollouts import Rollout, Segment, Status
+from trainer import determinism, folders
+from trainer.batch import Batch
+from trainer.model import Policy, weights_digest
+from trainer.optimizer import Optimizer
+from trainer.ranks import Ranks
+from trainer.update import Learner
+from trainer.waiting import Stopped
+
+Groups = list[list[Rollout]]
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"{estimator}, {aggregation}, {loss}": {
+        "estimator": estimator,
+        "aggregation": aggregation,
+        "loss": loss,
+    }
+    for estimator in ("group", "mean", "rloo", "batch")
+    for aggregation in ("token-mean", "rollout-mean")
+    for loss in (("ppo", "cispo", "gspo") if estimator == "mean" else ("ppo",))
+} | {
+    "standardized batch": {"estimator": "batch", "standardize": True},
+    "kl and entropy": {"kl_coefficient": 0.1, "entropy_coefficient": 0.05},
+    "sequence mask": {"sequence_mask": (0.2, 1.5)},
+    "band": {"importance": (0.3, 2.0)},
+    "one row a micro-batch": {"rows": 1},
+}
+
+
+def learner(folder: Path, ranks: Ranks, *, double: bool = True, **trainer: Any) -> Learner:
+    config = RunConfig.parse(
+        {
+            "name": "t",
+            "steps": 4,
+            "tasks": {"source": "a:b", "dataset": "a:c"},
+            "model": {"tiny": {"dim": 16, "layers": 1, "heads": 2}},
+            "budget": {"max_generated_tokens": 8},
+            "trainer": {"width": 24, "rows": 2, "estimator": "mean", "lr": 1e-2, "grad_clip": None}
+            | trainer,
+        }
+    )
+    device = determinism.settle(1, exact=True)
+    source = folders.source_folder(config, folder)
+    policy, reference = (Policy.build(source, config, device) for _ in range(2))
+    for network in (policy.network, reference.network) if double else ():
+        network.double()
+    with torch.no_grad():
+        for p in policy.parameters().values():
+            p.add_(0.05 * torch.sin(torch.arange(p.numel(), dtype=p.dtype)).reshape(p.shape))
+    frozen = reference if config.trainer.kl_coefficient else None
+    return Learner(config, policy, Optimizer(policy.parameters(), config.trainer), frozen, ranks)
+
+
+def group(number: int, size: int = 3, reward: float | None = None) -> list[Rollout]:
+    members = []
+    for sample in range(size):
+        key = ("member", number, sample)
+        ids = [fold(*key, i) % 12 for i in range(2 + fold(*key) % 6)]
+        logprobs = [-1.5 - fold(*key, "l", i) % 1000 / 500 for i in range(len(ids))]
+        segment = Segment([1, 2, number % 10, 10], ids, logprobs, "stop", 0)
+        status = Status.TRUNCATED if fold(*key, "t") % 5 == 0 else Status.COMPLETED
+        cause = "tokens" if status is Status.TRUNCATED else None
+        earned = fold(*key, "r") % 7 / 4 if reward is None else reward
+        members.append(
+            Rollout(str(number), number, sample, 0, [segment], status, earned, cause=cause)
+        )
+    return members
+
+
+SHARES: dict[str, Callable[[], list[Groups]]] = {
+    "even": lambda: [[group(0), group(1, 4)], [group(2, 5), group(3)]],
+    "uneven": lambda: [[group(n, 5) for n in range(5)], [group(7, 2)]],
+    "one is empty": lambda: [[], [group(0), group(1, 4)]],
+    "one has nothing to say": lambda: [[group(0, reward=0.5)], [group(1, 4), group(2, 5)]],
+}
+
+
+def gradients(trainer: Learner, groups: Groups) -> tuple[dict[str, Tensor], Mapping[str, float]]:
+    """What one step would move the weights by, and its figures."""
+    found: dict[str, Tensor] = {}
+
+    def keep(rate: float) -> None:
+        found.update({n: p.grad.clone() for n, p in trainer.policy.parameters().items()})
+
+    trainer.optimizer.step = keep  # type: ignore[method-assign]
+    outcome = trainer.step(Batch(groups=groups), 0)
+    assert outcome.updated, outcome.cause
+    return found, outcome.metrics
+
+
+def compare(ranks: Ranks, folder: Path) -> None:
+    for name, settings in SETTINGS.items():
+        for kind, shares in (
+            SHARES.items() if name.endswith("token-mean, ppo") else [("uneven", SHARES["uneven"])]
+        ):
+            pooled = shares()
+            mine, told = gradients(learner(folder, ranks, **settings), pooled[ranks.rank])
+            whole = [g for of_rank in pooled for g in of_rank]
+            alone, expected = gradients(learner(folder, Ranks(), **settings), whole)
+            scale = max(float(g.abs().max()) for g in alone.values())
+            worst = max(float((mine[n] - alone[n]).abs().max()) for n in alone) / scale
+            names = {n for n in expected if not n.startswith(("time/", "tokens_per", "pack/"))}
+            names -= {"staleness/span_age_p99"}
+            figures = {n: [told.get(n), expected[n]] for n in sorted(names)}
+            tell(ranks, f"{name}; {kind}", worst=worst, figures=figures)
+
+
+def no_update(ranks: Ranks, folder: Path) -> None:
+    flat: list[Groups] = [[group(0, reward=0.5)], [group(1, reward=0.5)]]
+    for name, shares in {"flat": flat, "empty": [[], []]}.items():
+        trainer = learner(folder, ranks)
+        before = weights_digest(trainer.policy.weights())
+        outcome = trainer.step(Batch(groups=shares[ranks.rank]), 0)
+        kept = weights_digest(trainer.policy.weights()) == before
+        tell(ranks, name, updated=outcome.updated, cause=outcome.cause, kept=kept)
+
+
+def minibatches(ranks: Ranks, folder: Path) -> None:
+    """Updates beyond one rank's rows: every rank makes them all, and ends with the same weights."""
+    trainer = learner(folder, ranks, double=False, minibatches=3, rows=1)
+    outcome = trainer.step(Batch(groups=SHARES["uneven"]()[ranks.rank]), 0)
+    digests = ranks.exchange("digest", weights_digest(trainer.policy.weights()).hex())
+    tell(ranks, "minibatches", updates=outcome.optimizer_updates, digests=digests)
+
+
+def failures(ranks: Ranks) -> None:
+    def fail(which: int, error: Exception) -> Callable[[], None]:
+        def act() -> None:
+            if ranks.rank == which:
+                raise error
+
+        return act
+
+    def heard(act: Callable[[], object]) -> list[str]:
+        try:
+            act()
+        except (RollbookError, Stopped) as error:
+            return [type(error).__name__, str(error)]
+        return []
+
+    changed = DataChanged("batch 3 has other tasks")
+    for name, act in {
+        "on rank 0": lambda: ranks.first("x", fail(0, changed)),
+        "on rank 1": lambda: ranks.together("x", fail(1, changed)),
+        "stop": lambda: ranks.together("x", fail(1, Stopped())),
+        "none": lambda: ranks.together("x", lambda: None),
+    }.items():
+        answers = ranks.exchange("heard", heard(act))
+        tell(ranks, name, answers=answers)
+    late = DataChanged("raised by one rank alone")
+    if ranks.rank == 1:
+        ranks.tell(late)
+        answer = [type(late).__name__, str(late)]
+    else:
+        answer = heard(lambda: ranks.together("elsewhere", lambda: None))
+    tell(ranks, "outside", answers=ranks.exchange("heard", answer))
+
+
+def death(ranks: Ranks) -> None:
+    """Rank 1 is killed while rank 0 is in a collective."""
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        ranks.exchange("never", None)
+    except RuntimeError:
+        tell(ranks, "death", seconds=time.monotonic() - began)
+    os._exit(0)
+
+
+def tell(ranks: Ranks, case: str, **found: object) -> None:
+    if ranks.rank == 0:
+        print(json.dumps({"case": case} | found), flush=True)  # noqa: T201
+
+
+def main(arguments: Sequence[str]) -> None:
+    folder = Path(arguments[0])
+    with Ranks.joined(os.environ, timeout_s=60) as ranks:
+        compare(ranks, folder / str(ranks.rank))
+        no_update(ranks, folder / str(ranks.rank))
+        minibatches(ranks, folder / str(ranks.rank))
+        failures(ranks)
+        death(ranks)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,97 @@
+"""Two trainer processes compute one step together: the step of one process with everybody's rows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from domain.errors import ConfigError
+from rollbook.stack import ports
+from tests.two_ranks import SETTINGS, SHARES
+from trainer.ranks import Ranks
+
+PROGRAM = Path(__file__).parents[1] / "two_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What both processes together found, by case; started once."""
+    folder = tmp_path_factory.mktemp("ranks")
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": ports.LOOPBACK,
+        "MASTER_PORT": str(ports.free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(folder)],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        output, errors = processes[0].communicate(timeout=200)
+        assert processes[0].returncode == 0, errors[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {case.pop("case"): case for case in found}
+
+
+def test_the_step_is_that_of_one_process_with_all_rows(told: dict[str, dict[str, Any]]) -> None:
+    names = [f"{name}; {kind}" for name in SETTINGS for kind in SHARES]
+    compared = [name for name in names if name in told]
+    assert len(compared) == len(SETTINGS) + 4 * (len(SHARES) - 1)
+    for name in compared:
+        assert told[name]["worst"] < 1e-6, name
+        for figure, (pooled, alone) in told[name]["figures"].items():
+            assert pooled == pytest.approx(alone, rel=1e-6, abs=1e-9), (name, figure)
+
+
+@pytest.mark.parametrize(("case", "cause"), [("flat", "no_usable_gradient"), ("empty", "empty")])
+def test_a_step_without_a_usable_gradient_anywhere_moves_nothing(
+    told: dict[str, dict[str, Any]], case: str, cause: str
+) -> None:
+    assert told[case] == {"updated": False, "cause": cause, "kept": True}
+
+
+def test_every_rank_makes_as_many_updates_as_the_one_with_most_rows(
+    told: dict[str, dict[str, Any]],
+) -> None:
+    assert told["minibatches"]["updates"] == 3
+    assert len(set(told["minibatches"]["digests"])) == 1
+
+
+@pytest.mark.parametrize("where", ["on rank 0", "on rank 1"])
+def test_what_fails_on_one_rank_raises_the_same_error_on_all(
+    told: dict[str, dict[str, Any]], where: str
+) -> None:
+    assert told[where]["answers"] == [["DataChanged", "batch 3 has other tasks"]] * 2
+    assert told["none"]["answers"] == [[], []]
+
+
+def test_an_error_outside_a_vote_reaches_the_others(told: dict[str, dict[str, Any]]) -> None:
+    assert told["outside"]["answers"] == [["DataChanged", "raised by one rank alone"]] * 2
+
+
+def test_one_rank_that_is_told_to_stop_stops_all(told: dict[str, dict[str, Any]]) -> None:
+    assert [kind for kind, _ in told["stop"]["answers"]] == ["Stopped", "Stopped"]
+
+
+def test_a_killed_rank_does_not_leave_the_other_waiting(told: dict[str, dict[str, Any]]) -> None:
+    assert told["death"]["seconds"] < 10
+
+
+def test_half_of_the_launchers_variables_are_refused() -> None:
+    with pytest.raises(ConfigError, match="WORLD_SIZE"), Ranks.joined({"RANK": "1"}, timeout_s=1):
+        pass
