@@ -1,0 +1,155 @@
+"""Two trainer processes train one run, against a real ledger and object store."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from domain.config import RunConfig
+from domain.services import Services
+from rollbook.launch import torchrun
+from storage import runs, steps
+from storage.database import Ledger
+from storage.objects import ObjectStore
+from tests.playing import Fleet, configuration
+from trainer import loop
+
+TRAIN_ONCE = Path(__file__).parents[1] / "train_once.py"
+
+
+@pytest.fixture
+def around(ledger_url: str, ledger: Ledger, s3_services: Services) -> Services:
+    """A fresh ledger and the session's object store."""
+    ObjectStore(s3_services).prepare()
+    return s3_services.model_copy(update={"database_url": ledger_url})
+
+
+def create(ledger: Ledger, folder: Path, **sections: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"t{secrets.token_hex(4)}"
+    trainer = {"ranks": 2, "grad_clip": None} | sections.pop("trainer", {})
+    config: RunConfig = configuration(name, folder, trainer=trainer, **sections)
+    ledger.call(runs.create, config, world={})
+    return name
+
+
+@contextmanager
+def started(name: str, services: Services, **environ: str) -> "Iterator[subprocess.Popen[str]]":
+    """torchrun with two ranks of `train_once.py`, as `rollbook run` starts the trainer."""
+    process = subprocess.Popen(
+        [sys.executable, *torchrun(2), str(TRAIN_ONCE), name],
+        env=os.environ | services.environment() | {"OMP_NUM_THREADS": "1"} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def train(name: str, services: Services) -> None:
+    with started(name, services) as process:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output[-4000:]
+
+
+def history(ledger: Ledger, name: str) -> list[tuple[Any, ...]]:
+    """What must be equal in every execution of one run on two ranks."""
+    with ledger.transaction() as tx:
+        rows = tx.execute(
+            "SELECT step, version_before, updated, groups, weights_sha256, metrics->>'loss' AS loss, "
+            "ARRAY(SELECT (share, group_id) FROM queue q WHERE (q.run_id, q.step) = "
+            "(s.run_id, s.step) ORDER BY share, pos)::text AS plan "
+            "FROM steps s WHERE run_id = %s ORDER BY step",
+            (name,),
+        ).fetchall()
+    return [tuple(row.values()) for row in rows]
+
+
+def test_two_ranks_train_a_run_to_its_end(around: Services, ledger: Ledger, tmp_path: Path) -> None:
+    name = create(ledger, tmp_path / "a", steps=3)
+    with Fleet(around, tmp_path / "engine"):
+        train(name, around)
+    found = ledger.call(runs.read, name)
+    assert (found.state, found.version, found.durable_step) == ("finished", 3, 3)
+    assert found.world["shares"] == 2
+    plan = ledger.call(steps.read_plan, name, 0)
+    assert plan is not None
+    assert [row.group for row in plan.rows] == [0, 1, 2, 3]  # of both shares' first batches
+    with ledger.transaction() as tx:
+        records = tx.execute(
+            "SELECT share, record, waited_s FROM step_shares WHERE run_id = %s AND step = 1 "
+            "ORDER BY share",
+            (name,),
+        ).fetchall()
+        metrics = tx.execute(
+            "SELECT metrics FROM steps WHERE run_id = %s AND step = 1", (name,)
+        ).fetchone()
+    assert [row["record"]["groups"] for row in records] == [4, 2]  # of the step, of the share
+    assert records[0]["waited_s"] > 0  # rank 0 publishes
+    assert records[1]["waited_s"] is not None
+    assert metrics is not None
+    assert metrics["metrics"]["status/completed"] == 1.0
+    alone = loop.run(name, around, holder="elsewhere:1", patience_s=20)
+    assert alone == "finished"  # nothing is left to train, so nobody else is needed
+
+
+def test_a_run_of_two_shares_refuses_a_single_trainer(
+    around: Services, ledger: Ledger, tmp_path: Path
+) -> None:
+    name = create(ledger, tmp_path / "a")
+    assert loop.run(name, around, holder="elsewhere:1", patience_s=20) == "failed"
+    failure = ledger.call(runs.read, name).failure or ""
+    assert "2 shares" in failure
+    assert "--nproc-per-node 2" in failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["apply_done:2", "mid_step:2", "plan_mid:2", "ck_done"])
+def test_a_killed_rank_changes_no_weight(
+    around: Services, ledger: Ledger, tmp_path: Path, point: str
+) -> None:
+    """Every rank has the failpoint; the first to reach it dies, and torchrun ends the others."""
+    straight, broken = create(ledger, tmp_path / "a"), create(ledger, tmp_path / "b")
+    with Fleet(around, tmp_path / "engine"):
+        train(straight, around)
+        with started(broken, around, FAILPOINT=point) as process:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode != 0, output[-4000:]
+        train(broken, around)
+    assert history(ledger, broken) == history(ledger, straight)
+    assert ledger.call(runs.read, broken).epoch == 2
+
+
+@pytest.mark.slow
+def test_a_rank_killed_at_any_moment_ends_its_world_in_time(
+    around: Services, ledger: Ledger, tmp_path: Path
+) -> None:
+    straight, broken = create(ledger, tmp_path / "a"), create(ledger, tmp_path / "b")
+    with Fleet(around, tmp_path / "engine"):
+        train(straight, around)
+        with started(broken, around) as process:
+            while ledger.call(runs.read, broken).next_step < 2:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.05)
+            ranks = psutil.Process(process.pid).children(recursive=True)
+            second = next(p for p in ranks if p.environ().get("RANK") == "1")
+            second.send_signal(signal.SIGKILL)
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode != 0, output[-4000:]
+            gone, alive = psutil.wait_procs(ranks, timeout=10)
+            assert not alive
+        train(broken, around)
+    assert history(ledger, broken) == history(ledger, straight)
