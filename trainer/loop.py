@@ -88,7 +88,7 @@ def run(
             datasets.refuse_own_loop(config)
         ledger.patience_s = patience_s = patience_s or config.schedule.max_outage
         # A peer is waited for while it outlasts an outage, and not much longer.
-        ranks = stack.enter_context(Ranks.joined(environ, timeout_s=2 * patience_s))
+        ranks = stack.enter_context(Ranks.joined(environ, timeout_s=2 * (patience_s + lease_s)))
         take = partial(acquire, ledger, run, holder, force=force, lease_s=lease_s, stop=stop)
         epoch = ranks.exchange("epoch", ranks.first("lease", take))[0]
         assert epoch is not None

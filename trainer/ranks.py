@@ -34,8 +34,6 @@ from trainer.waiting import Stopped
 
 T = TypeVar("T")
 
-TIMEOUT_S = 900.0
-"""Longest wait for a peer: above every patience that one rank has while the others wait for it."""
 _SET_PDEATHSIG = 1
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,7 +53,7 @@ class Ranks:
 
     @classmethod
     @contextmanager
-    def joined(cls, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Iterator[Self]:
+    def joined(cls, environ: Mapping[str, str], *, timeout_s: float) -> Iterator[Self]:
         """Meet the other ranks that torchrun started; alone where it started none.
 
         Args:

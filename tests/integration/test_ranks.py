@@ -149,7 +149,7 @@ def test_a_rank_killed_at_any_moment_ends_its_world_in_time(
             second.send_signal(signal.SIGKILL)
             output, _ = process.communicate(timeout=30)
             assert process.returncode != 0, output[-4000:]
-            gone, alive = psutil.wait_procs(ranks, timeout=10)
+            _, alive = psutil.wait_procs(ranks, timeout=10)
             assert not alive
         train(broken, around)
     assert history(ledger, broken) == history(ledger, straight)
