@@ -75,12 +75,17 @@ def replay(
         last: the last step; None for the newest one applied.
 
     Raises:
-        LedgerError: `last` was not applied, or there is no checkpoint `first`.
+        LedgerError: `last` was not applied, there is no checkpoint `first`, or the run has ranks.
         DigestMismatch: the checkpoints cannot be read.
     """
     ledger = Ledger.open(services.database_url, pool=1, application=f"audit {run}")
     try:
         found = ledger.call(runs.read, run)
+        if found.shares != 1:
+            raise LedgerError(
+                f"run {run} was trained by {found.shares} ranks; an audit is one process and cannot "
+                "add up their gradients in the same order. A resume of the run verifies its steps"
+            )
         final = found.next_step - 1 if last is None else last
         if not found.first_step <= final < found.next_step:
             raise LedgerError(
