@@ -145,3 +145,21 @@ def test_a_closed_run_keeps_its_versions(ledger: Ledger) -> None:
     run = uploaded(ledger)
     ledger.call(runs.close, "r1", run.epoch, "closed")
     assert ledger.call(versions.served, "r1") == 0
+
+
+def test_the_publication_of_a_run_that_was_closed_is_over(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration()).begin()
+    run.hand_over()
+    for group in (0, 1):
+        run.complete(group)
+    run.planned()
+    run.record_weights(run.apply())
+    assert ledger.call(versions.publish, "r1", run.epoch, 1)
+    run.do("UPDATE engines SET alive_until = now()")
+    assert not ledger.call(versions.mark_served, "r1", 1)  # an engine may come
+    ledger.call(runs.close, "r1", run.epoch, "closed")
+    assert ledger.call(versions.mark_served, "r1", 1)  # nobody waits for it any more
+    assert ledger.call(versions.state, "r1", 1) == "loading"
+    run.take_over()
+    assert ledger.call(versions.publish, "r1", run.epoch, 1)  # its next trainer asks again
+    assert not ledger.call(versions.mark_served, "r1", 1)
