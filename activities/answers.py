@@ -68,6 +68,15 @@ class Generated:
     """Oldest version whose KV was extended; None if the engine does not say."""
     support: tuple[tuple[int, ...], ...] | None = None
     """Per sampled id the ids that filtered sampling kept."""
+    prompt_ids: tuple[int, ...] | None = None
+    """The prompt as the model saw it, where it held images."""
+    places: tuple[tuple[int, int], ...] = ()
+    """`(offset, length)` of each image in it."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of the prompt with its images, and of what was sampled on it."""
+        return len(self.prompt_ids or ()) + len(self.sampled_ids)
 
 
 def generated(
@@ -127,6 +136,38 @@ def generated(
         cached_prompt_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         kv_version=_kv_version(engine_url, policy, params, spans, choice.get("kv_version")),
         support=_support(engine_url, choice, ids) if params.filtered else None,
+    )
+
+
+def expansion(
+    engine_url: str, asked: Sequence[int], images: int, answer: Mapping[str, Any]
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """The prompt that the model saw, and where its images stand in it.
+
+    Each image takes the place of one id of what was asked; every other id must still be there.
+
+    Raises:
+        EngineRefused: the engine does not say, or what it says is another prompt.
+    """
+    seen = required(engine_url, answer, "prompt_token_ids", list)
+    ranges = (answer.get("mm_placeholders") or {}).get("image") or []
+    places = tuple((place["offset"], place["length"]) for place in ranges)
+    if len(places) != images:
+        raise EngineRefused(
+            f"engine {engine_url} placed {len(places)} images in a prompt that holds {images}"
+        )
+    at, start = 0, 0
+    for offset, length in places:
+        between = offset - start
+        if between < 0 or length < 1 or seen[start:offset] != list(asked[at : at + between]):
+            break
+        at, start = at + between + 1, offset + length
+    else:
+        if start <= len(seen) and seen[start:] == list(asked[at:]) and at <= len(asked):
+            return tuple(seen), places
+    raise EngineRefused(
+        f"engine {engine_url} answered with another prompt than the one it was asked to extend: "
+        f"{len(seen)} ids with images at {list(places)}, where {len(asked)} ids were sent"
     )
 
 

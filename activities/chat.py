@@ -18,6 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from activities import toolcalls
 from activities.templates import TextFiles
+from domain import images
 from domain.errors import ConfigError, SourceBroken
 from domain.text import clean
 from domain.tools import Message
@@ -38,6 +39,8 @@ class Chat(ABC):
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         """Ids that end an assistant's turn: what a sampling request must stop at."""
+        self.image_id: int | None = None
+        """The token that stands for an image in a prompt; None: text only."""
 
     @staticmethod
     def open(folder: Path, *, renderer: str = "auto") -> "Chat":
@@ -62,7 +65,9 @@ class Chat(ABC):
                     'chat_template.jinja, or use "auto" for a model without one'
                 )
             return PlainChat(files.tokenizer, files.stop_ids)
-        return TemplateChat(files.tokenizer, files.stop_ids, files.template, files.special)
+        return TemplateChat(
+            files.tokenizer, files.stop_ids, files.template, files.special, image_id=files.image_id
+        )
 
     @abstractmethod
     def prompt(self, messages: Sequence[Message], tools: Schemas = ()) -> list[int]:
@@ -177,8 +182,11 @@ class TemplateChat(Chat):
         stop_ids: frozenset[int],
         template: Template,
         special: Mapping[str, str],
+        *,
+        image_id: int | None = None,
     ) -> None:
         super().__init__(tokenizer, stop_ids)
+        self.image_id = image_id
         self._template = template
         self._special = special
         if self._closing is not None:
@@ -266,7 +274,7 @@ class TemplateChat(Chat):
         return after
 
     def _render(self, messages: Sequence[Message], tools: Schemas) -> str:
-        flat = [{**message, "content": content(message)} for message in messages]
+        flat = [{**message, "content": self._content(message)} for message in messages]
         try:
             return self._template.render(
                 messages=flat,
@@ -279,6 +287,17 @@ class TemplateChat(Chat):
             raise SourceBroken(
                 f"the chat template refuses messages with the roles {roles}: {error}"
             ) from error
+
+    def _content(self, message: Message) -> str | list[dict[str, str]]:
+        """The text; or, as templates of models that see expect it, a list of texts and images."""
+        if self.image_id is None or not images.digests([message]):
+            return content(message)
+        return [
+            {"type": "image"}
+            if images.is_handle(part)
+            else {"type": "text", "text": content({**message, "content": [part]})}
+            for part in message["content"]
+        ]
 
 
 def content(message: Message) -> str:
@@ -297,12 +316,6 @@ def content(message: Message) -> str:
     raise SourceBroken(
         f"a {message.get('role')!r} message holds {value!r:.80}; this model takes text only"
     )
-
-
-def images(messages: Sequence[Message]) -> int:
-    """How many images the messages hold."""
-    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-    return sum(isinstance(p, dict) and p.get("type") in ("image", "image_url") for p in parts)
 
 
 def _told_of(tools: Schemas, messages: Sequence[Message]) -> list[Message]:

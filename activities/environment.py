@@ -3,8 +3,10 @@
 import asyncio
 import logging
 from copy import copy
+from pathlib import Path
 from typing import Any
 
+from activities.album import kept
 from activities.chat import Chat, content
 from activities.turns import Conversation, Failed, Turns
 from activities.verdicts import as_reward, guarded, verdict
@@ -34,6 +36,7 @@ class EnvRollout:
         self._name = type(env).__name__
         self._recorder = recorder
         self._chat = chat
+        self._root = Path(config.root)
         self._limit_s = config.groups.environment_timeout
         self._tool_output_tokens = config.budget.tool_output_tokens
         self._turns = Turns(recorder, Limits.of(config), max_turns=config.budget.max_turns)
@@ -110,11 +113,11 @@ class EnvRollout:
             )
             if result is None:
                 return
-            new = self._read(result)
+            new = await self._read(result)
             rewritten, self._view.rewritten = self._view.rewritten, None
             if rewritten is not None:
                 self._view.count("chains_rewritten")
-                new = [*self._messages(rewritten, "rewrite"), *new]
+                new = [*await self._messages(rewritten, "rewrite"), *new]
             elif not new:
                 raise SourceBroken(
                     f"{self._name}.on_turn returned no messages; return None to end the rollout"
@@ -135,7 +138,7 @@ class EnvRollout:
                 where, self._env.reset(self._view.task), limit_s=self._limit_s
             )
             if saved is None:
-                await self._go_on(self._messages(first, "reset"), fresh=True)
+                await self._go_on(await self._messages(first, "reset"), fresh=True)
                 return
         self._restore_history(saved)
         if recovery == "snapshot":
@@ -195,9 +198,9 @@ class EnvRollout:
         view.messages = list(self._conversation.messages)
         view.turns = self._turns.turns
         view.generated_tokens = self._turns.generated
-        view.context_tokens = len(self._conversation.prompt) + len(self._conversation.sampled)
+        view.context_tokens = self._conversation.context
 
-    def _read(self, result: object) -> list[Message]:
+    async def _read(self, result: object) -> list[Message]:
         self._cap = None
         if isinstance(result, TurnResult):
             self._cap = result.max_turn_tokens
@@ -206,10 +209,10 @@ class EnvRollout:
                     f"{self._name}.on_turn capped the next turn at {self._cap!r} tokens; the least "
                     "is 1"
                 )
-            return self._messages(result.messages, "on_turn")
-        return self._messages(result, "on_turn")
+            return await self._messages(result.messages, "on_turn")
+        return await self._messages(result, "on_turn")
 
-    def _messages(self, value: object, hook: str) -> list[Message]:
+    async def _messages(self, value: object, hook: str) -> list[Message]:
         where = f"{self._name}.{hook}"
         if not isinstance(value, list):
             raise SourceBroken(
@@ -229,6 +232,7 @@ class EnvRollout:
                     f"{where} gave a message whose content is a {type(held).__name__}; it must be "
                     "a string or a list of parts"
                 )
+        value = await kept(self._recorder, value, self._root)
         cleaned: list[Message] = clean_json(value)
         if (reason := not_json(cleaned)) is not None:
             raise SourceBroken(f"{where} gave messages that are no JSON values: {reason}")

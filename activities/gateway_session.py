@@ -12,13 +12,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from activities.chat import Chat, images
+from activities.chat import Chat
 from activities.histories import Histories, Question, Turn
 from activities.inference import Generated
 from activities.openai_api import Answered, ApiError, Ask, Json, for_template
 from activities.sampler import Sampler
 from activities.session import Beside, SessionRecorder
 from activities.transcripts import message_of, retell
+from domain import images
 from domain.config import RunConfig
 from domain.errors import BudgetExhausted, ConfigError, SourceBroken
 from domain.sampling import Limits, Spent, next_request
@@ -120,7 +121,7 @@ class LiveSession:
     def _begin(self, question: Question) -> Turn:
         asked = question.asked
         most = self._config.budget.max_images
-        if most is not None and images(asked.get("messages", ())) > most:
+        if most is not None and images.count(asked.get("messages", ())) > most:
             raise BudgetExhausted("images")
         known = self._histories.continued(question)
         try:

@@ -21,12 +21,12 @@ call.)
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import httpx
 
-from activities.answers import Generated, SamplingParams, generated, required
+from activities.answers import Generated, SamplingParams, expansion, generated, required
 from activities.connections import Connections
 from activities.liveness import HEALTH_TIMEOUT_S, Liveness
 from domain.errors import EngineError, EngineRefused, EngineUnavailable, WrongVersion
@@ -106,6 +106,7 @@ class EngineClient:
         request_id: str,
         salt: str,
         weights_sha256: str | None = None,
+        images: Sequence[Mapping[str, str]] = (),
         on_partial: Callable[[Generated], None] | None = None,
     ) -> Generated:
         """Sample one segment.
@@ -118,6 +119,8 @@ class EngineClient:
             request_id: unique; what `abort` takes.
             salt: requests with different salts never share KV.
             weights_sha256: if given, an engine that reports other weights is refused.
+            images: `content_parts` in the order of the prompt's image tokens; then the answer holds
+                the prompt as the model saw it.
             on_partial: called with what was sampled when this task is cancelled meanwhile, if the
                 engine answers in time. It may be empty; it must not raise or wait.
 
@@ -136,6 +139,8 @@ class EngineClient:
         }
         if params.kv_max_staleness:
             body["kv_max_staleness"] = params.kv_max_staleness
+        if images:
+            body |= {"content_parts": list(images), "return_token_ids": True}
 
         pending = asyncio.create_task(self._sample(engine_url, body, params, weights_sha256))
         try:
@@ -249,12 +254,16 @@ class EngineClient:
         prompt = body["token_ids"]
 
         def read() -> Generated:
-            return generated(
-                engine_url, body["model"], params, weights_sha256, _json(engine_url, answer)
-            )
+            said = _json(engine_url, answer)
+            found = generated(engine_url, body["model"], params, weights_sha256, said)
+            if "content_parts" not in body:
+                return found
+            seen, places = expansion(engine_url, prompt, len(body["content_parts"]), said)
+            return replace(found, prompt_ids=seen, places=places)
 
         content = await self._in_turn(
-            8 * len(prompt), lambda: _encode(body | {"token_ids": list(prompt)})
+            8 * len(prompt) + sum(len(part["url"]) for part in body.get("content_parts", ())),
+            lambda: _encode(body | {"token_ids": list(prompt)}),
         )
         answer = await self._post(
             engine_url, "/inference/v1/generate", content, timeout_s=self._answer_s

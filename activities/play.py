@@ -12,7 +12,9 @@ a used-up budget                                             truncated, with its
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from activities.album import kept
 from activities.chat import Chat
 from activities.environment import EnvRollout
 from activities.harness import HarnessRollout
@@ -32,6 +34,7 @@ from domain.environments import (
     samples_at_gateway,
 )
 from domain.errors import AgentError, BudgetExhausted, ConfigError, SourceBroken
+from domain.images import by_handle
 from domain.rollouts import TRUNCATION_CAUSES, Status, Task
 from domain.sampling import Limits, Spent, next_request
 from domain.text import clean
@@ -56,13 +59,14 @@ async def play(
         return await HarnessRollout(source, task, recorder, config, chat).run()
     single = isinstance(source, PromptSource)
     turns = Turns(recorder, Limits.of(config), max_turns=1 if single else config.budget.max_turns)
-    images = config.budget.max_images
+    images, root = config.budget.max_images, Path(config.root)
     try:
         if isinstance(source, PromptSource):
             limit_s = config.groups.environment_timeout
             conversation = Conversation(chat, max_images=images)
-            return await _play_prompt(source, task, turns, conversation, limit_s)
-        return await _play_session(source, task, turns, BudgetedRecorder(turns, chat, images))
+            messages = await kept(recorder, _messages(task), root)
+            return await _play_prompt(source, task, turns, conversation, messages, limit_s)
+        return await _play_session(source, task, turns, BudgetedRecorder(turns, chat, images, root))
     except Failed as failure:
         return Outcome(
             Status.INFRA_ERROR, detail=failure.detail, turns=turns.turns, lost=failure.lost
@@ -90,11 +94,13 @@ def rehearse(source: Source, tasks: Sequence[Task], *, config: RunConfig, chat: 
         return
     limits = Limits.of(config)
     for task in tasks:
-        conversation = Conversation(chat)
+        conversation = Conversation(chat, max_images=config.budget.max_images)
         try:
-            conversation.begin(_messages(task))
-        except SourceBroken as error:
+            conversation.begin(by_handle(_messages(task), Path(config.root))[0])
+        except (SourceBroken, Failed) as error:
             raise ConfigError(f"task {task.id!r}: {error}") from error
+        except BudgetExhausted:
+            continue  # truncated by that budget, as it will be
         length = len(conversation.prompt)
         if isinstance(next_request(limits, Spent(generated=0, context=length)), str):
             raise ConfigError(
@@ -109,10 +115,10 @@ async def _play_prompt(
     task: Task,
     turns: Turns,
     conversation: Conversation,
+    messages: list[Message],
     limit_s: float | None,
 ) -> Outcome:
     """One turn. A draw that a budget cut short is truncated, and still scored."""
-    messages = _messages(task)
     status, cause = Status.COMPLETED, None
     try:
         conversation.begin(messages)

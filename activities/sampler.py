@@ -12,6 +12,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from activities.album import Album
 from activities.inference import EngineClient, Generated, SamplingParams
 from activities.routing import Router
 from domain.config import RunConfig
@@ -33,6 +34,8 @@ class Request:
     number: int
     """Counts the attempt's requests, those of earlier executions included."""
     prompt_ids: Sequence[int]
+    images: Sequence[str] = ()
+    """Digests of what the prompt's image tokens stand for, in order."""
     max_tokens: int
     stop_ids: tuple[int, ...]
     prefer: str | None
@@ -62,8 +65,12 @@ class Answer:
 class Sampler:
     """What all attempts of a worker process share: the ledger, the engine client, the router."""
 
-    def __init__(self, ledger: Ledger, engines: EngineClient, router: Router) -> None:
+    def __init__(
+        self, ledger: Ledger, engines: EngineClient, router: Router, album: Album | None = None
+    ) -> None:
         self.ledger = ledger
+        self.album = album
+        """Where images are kept; None where nobody sends any: at the gateway."""
         self._engines = engines
         self._router = router
 
@@ -114,6 +121,7 @@ class Sampler:
             kv_max_staleness=stale,
             swap_kv_bound=config.sampling.kv_cache.max_staleness if segment else None,
         )
+        shown = await self.album.parts(request.images) if self.album and request.images else ()
         weights = await self._router.weights_sha256(i.run, version)
         async with self._router.engine(i.run, version, prefer=request.prefer) as url:
             generated = await self._engines.generate(
@@ -126,6 +134,7 @@ class Sampler:
                 # Under "segment" a prefix outlives its version, within the bound that is sent along.
                 salt=i.run if segment else policy,
                 weights_sha256=weights,
+                images=shown,
                 on_partial=lambda found: request.partial.append(Answer(found, url, version)),
             )
             if generated.finish_reason == "abort":

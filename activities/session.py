@@ -23,7 +23,14 @@ from activities.sampler import Answer, Request, Sampler
 from activities.whole import whole
 from domain import failpoints
 from domain.config import RunConfig
-from domain.errors import ConfigError, EngineUnavailable, Fenced, LedgerError
+from domain.errors import (
+    BudgetExhausted,
+    ConfigError,
+    EngineUnavailable,
+    Fenced,
+    LedgerError,
+)
+from domain.images import Image, PlacedImage, placed
 from domain.messages import AttemptIn
 from domain.rollouts import Segment
 from storage import segments, sessions, snapshots
@@ -126,6 +133,7 @@ class SessionRecorder:
         if recorded:
             self._chain.extend(recorded[-1].prompt_ids)
             self._chain.extend(recorded[-1].sampled_ids)
+        self._images = recorded[-1].images if recorded else ()
         self._ended_turn = bool(recorded) and recorded[-1].finish_reason == "stop"
         self._version = started.version
         self._engine: str | None = None
@@ -173,6 +181,17 @@ class SessionRecorder:
             name: value for name, value in facts.items() if isinstance(value, int | float | str)
         }
 
+    async def keep(self, image: Image) -> None:
+        """See that an image lies in the object store.
+
+        Raises:
+            ConfigError: this process has no object store.
+            ObjectError: the store refused.
+        """
+        if self._sampler.album is None:
+            raise ConfigError("images cannot be sent from here: this process has no object store")
+        await self._sampler.album.keep(image)
+
     async def save(self, state: Any) -> None:
         """Keep a JSON value that describes the attempt at this turn boundary."""
         segments_so_far = 0 if self._last is None else self._last.seq + 1
@@ -196,11 +215,13 @@ class SessionRecorder:
         prompt_ids: Sequence[int],
         *,
         max_tokens: int | None = None,
+        images: Sequence[str] = (),
         beside: Beside | None = None,
     ) -> Segment:
         """One sampling request, committed before it returns.
 
         Raises:
+            BudgetExhausted: the engine's tokens for the images fill the context; nothing is kept.
             ConfigError: the attempt samples through the gateway.
             EngineUnavailable: no engine answered while the attempt's time lasted.
             EngineRefused, WrongVersion: the engine's answer cannot be used.
@@ -220,6 +241,7 @@ class SessionRecorder:
             config=self._config,
             number=self._requests,
             prompt_ids=prompt_ids,
+            images=images,
             max_tokens=max_tokens or self._config.budget.segment_tokens,
             stop_ids=self._stop_ids,
             prefer=self._engine,
@@ -229,7 +251,8 @@ class SessionRecorder:
         self._failures = request.failures
         try:
             answer = await self._sampler.answer(request)
-            (segment, progress), cancelled = await whole(self._commit(prompt_ids, answer, beside))
+            self._require_room(request, answer)
+            (segment, progress), cancelled = await whole(self._commit(request, answer, beside))
         except (Fenced, psycopg.OperationalError) as error:
             await self._halt(error)
         except (asyncio.CancelledError, EngineUnavailable):
@@ -291,10 +314,17 @@ class SessionRecorder:
 
     # ------------------------------------------------------------ inside
 
+    def _require_room(self, request: Request, answer: Answer) -> None:
+        """Only an engine knows how many tokens an image is, so this comes after its first answer."""
+        if request.images and answer.generated.context > self._config.max_context_tokens:
+            raise BudgetExhausted("context")
+
     async def _commit(
-        self, prompt_ids: Sequence[int], answer: Answer, beside: Beside | None
+        self, request: Request, answer: Answer, beside: Beside | None
     ) -> tuple[Segment, Progress]:
         generated = answer.generated if beside is None else beside.trim(answer.generated)
+        prompt_ids = generated.prompt_ids or request.prompt_ids
+        images = placed(request.images, generated.places)
         version = min((v for v, _ in generated.spans), default=answer.version)
         segment = Segment(
             prompt_ids=prompt_ids,
@@ -306,11 +336,12 @@ class SessionRecorder:
             kv_version=version if generated.kv_version is None else generated.kv_version,
             cached_prompt_tokens=generated.cached_prompt_tokens,
             support=generated.support,
+            images=images,
         )
         i = self._attempt
         async with self._commits:
             prompt = array("i", prompt_ids)
-            place = self._place(prompt)
+            place = self._place(prompt, images)
             failpoints.reach("segment_sampled")
 
             def append(tx: Tx) -> Progress:
@@ -334,6 +365,7 @@ class SessionRecorder:
             self._version, self._engine = answer.version, answer.engine
             self._chain = prompt
             self._chain.extend(generated.sampled_ids)
+            self._images = images
             self._last, self._ended_turn = place, generated.finish_reason == "stop"
             self._tokens += len(generated.sampled_ids)
         return segment, progress
@@ -346,12 +378,13 @@ class SessionRecorder:
             )
         return self._access
 
-    def _place(self, prompt: "array[int]") -> Place:
+    def _place(self, prompt: "array[int]", images: tuple[PlacedImage, ...]) -> Place:
         """Where the next segment stands: it extends the last chain, or starts another."""
         last = self._last
         if last is None:
             return Place(seq=0, turn=0, chain=0, context_start=0)
-        extends = prompt[: len(self._chain)] == self._chain
+        same = images[: len(self._images)] == self._images
+        extends = same and prompt[: len(self._chain)] == self._chain
         continues = extends and len(prompt) == len(self._chain) and not self._ended_turn
         return Place(
             seq=last.seq + 1,
@@ -365,7 +398,10 @@ class SessionRecorder:
         if not request.partial or not request.partial[0].generated.sampled_ids:
             return
         try:
-            await whole(self._commit(request.prompt_ids, request.partial[0], beside))
+            self._require_room(request, request.partial[0])
+            await whole(self._commit(request, request.partial[0], beside))
+        except BudgetExhausted:
+            return
         except (LedgerError, psycopg.Error) as error:
             logger.warning(
                 "the partial output of a cancelled request was not recorded: %s",

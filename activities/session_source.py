@@ -1,8 +1,10 @@
 """The recorder that a SessionSource sees: the attempt's own, within the rollout's budget."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from activities.album import kept
 from activities.chat import Chat
 from activities.turns import Conversation, Turns
 from domain.rollouts import Segment
@@ -16,11 +18,12 @@ class BudgetedRecorder:
     ids exactly; one whose history was rewritten starts a new chain.
     """
 
-    def __init__(self, turns: Turns, chat: Chat, max_images: int | None) -> None:
+    def __init__(self, turns: Turns, chat: Chat, max_images: int | None, root: Path) -> None:
         self._recorder = turns.recorder
         self._turns = turns
         self._chat = chat
         self._max_images = max_images
+        self._root = root
         self._conversations: list[Conversation] = []
 
     @property
@@ -50,6 +53,7 @@ class BudgetedRecorder:
         self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> Message:
         """One assistant turn."""
+        messages = await kept(self._recorder, messages, self._root)
         conversation = self._take_up(messages, list(tools))
         try:
             return await self._turns.turn(conversation)

@@ -27,6 +27,8 @@ class TextFiles:
     template: Template | None
     special: Mapping[str, str]
     stop_ids: frozenset[int]
+    image_id: int | None
+    """The token that stands for an image; None: the model reads text only."""
 
     @classmethod
     def read(cls, folder: Path) -> "TextFiles":
@@ -62,7 +64,13 @@ class TextFiles:
             template=compile_template(source) if source is not None else None,
             special=special,
             stop_ids=frozenset(stop for stop in stops if isinstance(stop, int)),
+            image_id=_image_id(_json(folder / "config.json")),
         )
+
+
+def _image_id(model: Mapping[str, Any]) -> int | None:
+    found = model.get("image_token_id", model.get("image_token_index"))
+    return found if isinstance(found, int) else None
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:

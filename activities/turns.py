@@ -9,7 +9,9 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from activities.chat import Chat, Schemas, images
+from activities.chat import Chat, Schemas
+from domain import images
+from domain.capabilities import IMAGES
 from domain.environments import AttemptRecorder
 from domain.errors import (
     BudgetExhausted,
@@ -18,6 +20,7 @@ from domain.errors import (
     RollbookError,
     SourceBroken,
 )
+from domain.images import PlacedImage
 from domain.rollouts import Segment
 from domain.sampling import Limits, Spent, next_request
 from domain.tools import Message
@@ -42,7 +45,10 @@ class Failed(Exception):
 
 
 class Conversation:
-    """One chain: its messages, and the ids of exactly what the model has seen and said."""
+    """One chain: its messages, and the ids of exactly what the model has seen and said.
+
+    An image is one id here. What an engine makes of it is known from its first answer on.
+    """
 
     def __init__(self, chat: Chat, tools: Schemas = (), *, max_images: int | None = None) -> None:
         self.chat = chat
@@ -52,6 +58,9 @@ class Conversation:
         self.prompt: list[int] = []
         self.sampled: list[int] = []
         """Ids of the turn in progress, or of the last one."""
+        self.images: list[str] = []
+        """Digests of the images in the prompt, in order."""
+        self._places: tuple[PlacedImage, ...] = ()
         self._before: tuple[list[int], list[int]] | None = None
         self._new: list[Message] = []
 
@@ -60,20 +69,33 @@ class Conversation:
         """What the next request sends."""
         return [*self.prompt, *self.sampled]
 
+    @property
+    def context(self) -> int:
+        """Tokens of what the next request sends, images as the engine expands them."""
+        grown = sum(place.length - 1 for place in self._places)
+        return len(self.prompt) + len(self.sampled) + grown
+
+    @property
+    def unmeasured(self) -> bool:
+        """There are images of which no engine has said how many tokens they are."""
+        return len(self._places) < len(self.images)
+
     def begin(self, messages: Sequence[Message]) -> None:
         """Start a chain.
 
         Raises:
             BudgetExhausted: too many images.
             SourceBroken: the messages cannot be rendered.
+            Failed: a token that stands for an image has none.
         """
         self._look(messages)
         self.messages = list(messages)
-        self._before, self._new = None, self.messages
+        self._before, self._new, self._places = None, self.messages, ()
         try:
             self.prompt, self.sampled = self.chat.prompt(messages, self.tools), []
         except ConfigError as error:
             raise SourceBroken(str(error)) from error
+        self._see()
 
     def extend(self, new: Sequence[Message]) -> None:
         """Append messages after the assistant's turn; what was sent and sampled stays as it is.
@@ -81,6 +103,7 @@ class Conversation:
         Raises:
             BudgetExhausted: too many images.
             SourceBroken: the messages cannot be rendered, or the template cannot be continued.
+            Failed: a token that stands for an image has none.
         """
         self._look([*self.messages, *new])
         try:
@@ -90,6 +113,12 @@ class Conversation:
         self._before, self._new = (self.prompt, self.sampled), list(new)
         self.prompt, self.sampled = self.chat.continuation(self.prompt, self.sampled, new), []
         self.messages = [*self.messages, *new]
+        self._see()
+
+    def take(self, segment: Segment) -> None:
+        """Append what was sampled on `ids`."""
+        self.sampled.extend(int(i) for i in segment.sampled_ids)
+        self._places = segment.images
 
     def ask(self, message: Message) -> None:
         """Append a message also where the assistant was about to speak, or is cut short."""
@@ -113,10 +142,9 @@ class Conversation:
     def resume(self, last: Segment, messages: Sequence[Message], new: int) -> None:
         """Take up a chain after its last segment; the last `new` messages follow that segment."""
         self.messages = list(messages[: len(messages) - new])
-        self.prompt, self.sampled = (
-            [int(i) for i in last.prompt_ids],
-            [int(i) for i in last.sampled_ids],
-        )
+        self.prompt = _asked(last, self.chat)
+        self.sampled = [int(i) for i in last.sampled_ids]
+        self._places = last.images
         self.extend(messages[len(messages) - new :])
 
     def close_turn(self) -> Message:
@@ -126,8 +154,34 @@ class Conversation:
         return message
 
     def _look(self, messages: Sequence[Message]) -> None:
-        if self.max_images is not None and images(messages) > self.max_images:
+        if self.max_images is not None and images.count(messages) > self.max_images:
             raise BudgetExhausted("images")
+        if self.max_images is None and images.digests(messages):
+            raise SourceBroken(
+                f"a message holds an image, for which an engine needs {IMAGES!r}; set "
+                "budget.max_images, so that engines are asked for it before anything is sampled"
+            )
+
+    def _see(self) -> None:
+        """Check that each image has its token, and no token lacks its image."""
+        self.images = images.digests(self.messages)
+        self.require_images()
+
+    def require_images(self) -> None:
+        """See that each token that stands for an image has its image, and the other way round.
+
+        Raises:
+            Failed: they do not belong together; an engine would take one for another.
+        """
+        if self.chat.image_id is None:
+            return
+        tokens = self.ids.count(self.chat.image_id)
+        if tokens != len(self.images):
+            raise Failed(
+                f"a conversation with {len(self.images)} images has {tokens} of the tokens that stand "
+                f"for one (id {self.chat.image_id}): a message or the model wrote the token's text, "
+                "or the chat template does not write it once for each image"
+            )
 
 
 class Turns:
@@ -172,8 +226,8 @@ class Turns:
         try:
             while True:
                 wanted = self._next(conversation, cap)
-                segment = await self._request(conversation.ids, wanted)
-                conversation.sampled.extend(int(i) for i in segment.sampled_ids)
+                segment = await self._request(conversation.ids, wanted, conversation)
+                conversation.take(segment)
                 if segment.finish_reason == "stop":
                     return await _close(conversation)
         except BudgetExhausted:
@@ -198,7 +252,7 @@ class Turns:
         while True:
             spent = Spent(
                 generated=self.generated,
-                context=len(conversation.prompt) + len(conversation.sampled),
+                context=conversation.context,
                 turn=len(conversation.sampled),
             )
             wanted = next_request(
@@ -208,20 +262,27 @@ class Turns:
                 turn_cap=None if self.answering else cap,
             )
             if not isinstance(wanted, str):
-                return wanted
+                # One token tells what the images are; the turn goes on with what that leaves.
+                return 1 if conversation.unmeasured else wanted
             if self.answering or wanted == "turn_tokens" or not self.limits.reserve:
                 raise BudgetExhausted(wanted)
             self.answering = True
             self.turns += bool(conversation.sampled)
             conversation.ask(ANSWER_NOW)
 
-    async def _request(self, prompt: list[int], wanted: int) -> Segment:
-        segment = self._replayed(prompt)
+    async def _request(
+        self, prompt: list[int], wanted: int, conversation: Conversation | None = None
+    ) -> Segment:
+        segment = self._replayed(prompt, conversation)
         if segment is None:
             if self.recorder.deadline_reached:
                 raise BudgetExhausted("group_deadline")
             self.recorder.progress("sampling", turn=self.turns, tokens=self.generated)
-            segment = await self._sample(prompt, wanted)
+            shown: Sequence[str] = ()
+            if conversation is not None:
+                conversation.require_images()
+                shown = conversation.images
+            segment = await self._sample(prompt, wanted, shown)
         self.segments += 1
         self.generated += len(segment.sampled_ids)
         # What an aborted request had sampled is kept, and the turn goes on from there.
@@ -232,11 +293,14 @@ class Turns:
             )
         return segment
 
-    def _replayed(self, prompt: list[int]) -> Segment | None:
+    def _replayed(self, prompt: list[int], conversation: Conversation | None) -> Segment | None:
         if not self._recorded:
             return None
         segment = self._recorded.popleft()
-        if list(segment.prompt_ids) != prompt:
+        shown, asked = [], list(segment.prompt_ids)
+        if conversation is not None:
+            shown, asked = conversation.images, _asked(segment, conversation.chat)
+        if asked != prompt or shown != [image.sha256 for image in segment.images]:
             raise Failed(
                 f"recorded segment {self.segments} has another prompt than the one rendered now: "
                 "the environment, the template or the configuration changed",
@@ -244,15 +308,23 @@ class Turns:
             )
         return segment
 
-    async def _sample(self, prompt: list[int], wanted: int) -> Segment:
+    async def _sample(self, prompt: list[int], wanted: int, shown: Sequence[str]) -> Segment:
         try:
-            return await self.recorder.sample(prompt, max_tokens=wanted)
+            return await self.recorder.sample(prompt, max_tokens=wanted, images=shown)
         except EngineError as error:
             raise Failed(f"sampling failed: {type(error).__name__}: {error}") from error
         except RollbookError:
             raise  # cancelled or fenced: not this rollout's to judge
         except Exception as error:
             raise Failed(f"sampling failed: {type(error).__name__}: {error}") from error
+
+
+def _asked(segment: Segment, chat: Chat) -> list[int]:
+    """The prompt of a recorded segment as a conversation asked for it."""
+    ids = [int(i) for i in segment.prompt_ids]
+    if chat.image_id is None:
+        return ids
+    return images.compact(ids, segment.images, chat.image_id)
 
 
 async def _close(conversation: Conversation) -> Message:

@@ -23,6 +23,9 @@ REFILL = "refill"
 KEPT_SETS = "kept_sets"
 """Reports the ids that filtered sampling kept per token."""
 
+IMAGES = "images"
+"""Takes images with a prompt, and reports which tokens it made of each."""
+
 BUILT_IN = (KEPT_SETS, KV_PROVENANCE, REFILL, RETAINED_KV, VERSION_SPANS)
 """Of the built-in engine."""
 
@@ -66,10 +69,11 @@ def missing(config: RunConfig, *, max_resident: int, capabilities: Collection[st
         RETAINED_KV: ("sampling.kv_cache.max_staleness", sampling.kv_cache.max_staleness > 0),
         REFILL: ('sampling.kv_cache.on_limit = "refill"', sampling.kv_cache.on_limit == "refill"),
         KEPT_SETS: ("filtered sampling (top_k, top_p, min_p)", sampling.filtered),
+        IMAGES: ("budget.max_images", bool(config.budget.max_images)),
     }
     lacks += [
-        f"it lacks {name!r}, which {setting} needs; use an engine that has it (the built-in one "
-        "does), or another setting"
+        f"it lacks {name!r}, which {setting} needs; use an engine that has it"
+        f"{' (the built-in one does)' if name in BUILT_IN else ''}, or another setting"
         for name, (setting, needed) in needs.items()
         if needed and name not in capabilities
     ]

@@ -1,7 +1,7 @@
 """Chains: the segments of a rollout merged by strict prefix.
 
-A segment joins the last chain iff its prompt starts with every id of that chain; otherwise it starts
-a new one. Each sampled id is trainable exactly once, in the chain of the segment that sampled it; in
+A segment joins the last chain iff its prompt starts with every id and every image of that chain;
+otherwise it starts a new one. Each sampled id is trainable exactly once, in the chain of the segment that sampled it; in
 a later chain's prompt it is context. Nothing is kept after a chain's last sampled id.
 """
 
@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from domain.images import PlacedImage
 from domain.rollouts import Numbers, Segment
 
 
@@ -38,9 +39,12 @@ def merge(segments: Sequence[Segment]) -> list[Chain]:
     chains: list[Chain] = []
     ids = array("i")
     spans: list[Span] = []
+    images: tuple[PlacedImage, ...] = ()
     for number, segment in enumerate(segments):
         prompt = _int32(segment.prompt_ids)
-        if not ids or prompt[: len(ids)] != ids:
+        same = prompt[: len(ids)] == ids and segment.images[: len(images)] == images
+        images = segment.images
+        if not ids or not same:
             _close(chains, ids, spans)
             ids, spans = array("i"), []
         ids.extend(prompt[len(ids) :])

@@ -184,6 +184,7 @@ class BudgetSection(Section):
     """Longer tool output is elided in the middle."""
     max_turn_tokens: Positive | None = None
     max_images: NonNegative | None = None
+    """Images of one rollout. Must be set for messages to hold any: engines are asked before."""
 
 
 class TinyModel(Section):

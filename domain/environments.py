@@ -18,6 +18,7 @@ from operator import index
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from domain.errors import SourceBroken
+from domain.images import Image
 from domain.rollouts import Reward, Segment, Status, Task
 from domain.tools import Message as Message
 from domain.tools import Tool, answer_calls
@@ -228,8 +229,18 @@ class AttemptRecorder(Protocol):
     def api_key(self) -> str:
         """The attempt's own key at the gateway."""
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Segment:
-        """One sampling request, committed before it returns."""
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        images: Sequence[str] = (),
+    ) -> Segment:
+        """One sampling request, committed before it returns. `images` are the digests of those that
+        the prompt's image tokens stand for, in order; the segment's prompt holds their tokens."""
+
+    async def keep(self, image: Image) -> None:
+        """See that an image lies in the object store."""
 
     def progress(self, phase: str, **facts: Any) -> None:
         """Shown in the Temporal UI."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from domain.images import PlacedImage
+
 
 class Status(StrEnum):
     """How an attempt ended."""
@@ -77,6 +79,8 @@ class Segment:
     kv_version: int | None = None
     cached_prompt_tokens: int = 0
     support: Sequence[Numbers] | None = None
+    images: tuple[PlacedImage, ...] = ()
+    """Which tokens of the prompt stand for images, in order."""
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from domain.errors import AgentError as AgentError
     from domain.errors import BudgetExhausted as BudgetExhausted
     from domain.errors import InfrastructureError as InfrastructureError
+    from domain.images import Image as Image
     from domain.rollouts import Reward as Reward
     from domain.rollouts import Rollout as Rollout
     from domain.rollouts import Segment as Segment
@@ -65,6 +66,7 @@ _HOMES = {
     "GroupCentered": "rollbook.settings",
     "GroupCompletion": "rollbook.settings",
     "HarnessSource": "domain.environments",
+    "Image": "domain.images",
     "InfrastructureError": "domain.errors",
     "KVCache": "rollbook.settings",
     "LeaveOneOut": "rollbook.settings",

@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from activities.album import Album
 from activities.chat import Chat
 from activities.inference import EngineClient, SamplingParams
 from activities.play import play
 from domain import sources
 from domain.config import Evaluation, RunConfig
-from domain.errors import ConfigError
+from domain.errors import BudgetExhausted, ConfigError
 from domain.ids import fold, policy_name
+from domain.images import Image, placed
 from domain.rollouts import Reward, Segment, Task
 from domain.services import Services
 from domain.tools import Message
@@ -45,6 +47,7 @@ class Recorder:
         config: RunConfig,
         version: int,
         chat: Chat,
+        album: Album,
         name: str,
     ) -> None:
         assert config.evaluation is not None
@@ -52,13 +55,20 @@ class Recorder:
         self._engines = engines
         self._engine = engine
         self._config = config
+        self._album = album
         self._temperature = config.evaluation.temperature
         self._stop = tuple(sorted(chat.stop_ids))
         self._name = name
         self._segments = 0
         self._state: Any = None
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Segment:
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        images: Sequence[str] = (),
+    ) -> Segment:
         budget = self._config.budget.segment_tokens
         number, self._segments = self._segments, self._segments + 1
         answer = await self._engines.generate(
@@ -73,10 +83,21 @@ class Recorder:
             ),
             request_id=f"{self._name}/{number}",
             salt=f"evaluation-{self.version}",
+            images=await self._album.parts(images),
         )
+        if images and answer.context > self._config.max_context_tokens:
+            raise BudgetExhausted("context")
         return Segment(
-            prompt_ids, answer.sampled_ids, answer.logprobs, answer.finish_reason, self.version
+            answer.prompt_ids or prompt_ids,
+            answer.sampled_ids,
+            answer.logprobs,
+            answer.finish_reason,
+            self.version,
+            images=placed(images, answer.places),
         )
+
+    async def keep(self, image: Image) -> None:
+        await self._album.keep(image)
 
     async def chat(self, messages: list[Message], *, tools: Sequence[Any] = ()) -> Message:
         raise RuntimeError("play() gives session sources a recorder of its own")
@@ -150,7 +171,9 @@ async def _evaluate(
     weights = ledger.call(versions.weights, run, version)
     key = str(world["model_manifest"])  # models/SHA256/manifest.json
     folder = cache / Path(key).parent
-    fetch(ObjectStore(services), key, folder)
+    store = ObjectStore(services)
+    fetch(store, key, folder)
+    album = Album(ledger, store)
     chat = Chat.open(folder, renderer=config.model.renderer)
     source = sources.load(config)
     tasks = datasets.read_tasks(
@@ -163,7 +186,7 @@ async def _evaluate(
     async def one(task: Task, sample: int) -> Result:
         async with limit:
             name = f"evaluation/{run}@{version}/{task.id}/{sample}"
-            recorder = Recorder(engines, engine, config, version, chat, name)
+            recorder = Recorder(engines, engine, config, version, chat, album, name)
             outcome = await play(source, task, recorder, config=config, chat=chat)
         reward = outcome.reward.value if isinstance(outcome.reward, Reward) else outcome.reward
         return Result(task=task.id, sample=sample, status=outcome.status, reward=reward)

@@ -93,6 +93,12 @@ def check_parts(config: RunConfig, source: Source, stream: Batches) -> None:
     Raises:
         ConfigError: names the thing, the value and the remedy.
     """
+    if config.budget.max_images:
+        raise ConfigError(
+            f"budget.max_images = {config.budget.max_images}: the models that rollbook trains read "
+            "tokens only, and would score the tokens of an image without having seen it; train with "
+            "a loop and a model of your own (rollbook.RolloutScheduler), or leave it out"
+        )
     if not stream.batch(0):
         raise ConfigError(f"tasks.dataset = {config.tasks.dataset!r} holds no task")
     with tempfile.TemporaryDirectory() as scratch:

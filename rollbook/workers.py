@@ -274,6 +274,7 @@ def _rollout_parts(
     *,
     load_source: Callable[[RunConfig], Source] = sources.load,
 ) -> Parts:
+    from activities.album import Album
     from activities.attempt import Attempts
     from activities.inference import EngineClient
     from activities.routing import Router
@@ -281,11 +282,11 @@ def _rollout_parts(
     from activities.setups import Setups
     from storage.objects import ObjectStore
 
-    engines = EngineClient()
+    engines, store = EngineClient(), ObjectStore(services)
     stack.push_async_callback(engines.aclose)
     attempts = Attempts(
-        Sampler(ledger=ledger, engines=engines, router=Router(ledger)),
-        Setups(ledger, ObjectStore(services), cache / "models", load_source=load_source),
+        Sampler(ledger, engines, Router(ledger), Album(ledger, store)),
+        Setups(ledger, store, cache / "models", load_source=load_source),
         worker=holders.here(),
         gateway=services.gateway,
     )

@@ -165,7 +165,9 @@ CREATE TABLE segments(run_id text NOT NULL, group_id bigint NOT NULL, sample int
   finish_reason text NOT NULL, engine_id text NOT NULL, fence bigint NOT NULL,
   support_ids bytea, support_counts bytea, images sha256[] NOT NULL DEFAULT '{}',   -- kept set of filtered sampling; digests in objects
   payload_key text, payload_offset bigint,                                   -- the four arrays in S3 instead of inline
-  created_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY(run_id, group_id, sample, attempt, seq),
+  created_at timestamptz NOT NULL DEFAULT now(),
+  image_places int[] NOT NULL DEFAULT '{}',                                  -- offset and length of each image in the whole prompt
+  PRIMARY KEY(run_id, group_id, sample, attempt, seq), CONSTRAINT images_placed CHECK (cardinality(image_places) = 2*cardinality(images)),
   CONSTRAINT inline_or_object CHECK ((payload_key IS NULL) = (sampled_ids IS NOT NULL AND logprobs IS NOT NULL AND prompt_delta IS NOT NULL)
     AND (payload_key IS NULL) = (payload_offset IS NULL)),
   CONSTRAINT lengths CHECK (octet_length(prompt_delta) = 4*prompt_tokens AND octet_length(sampled_ids) = 4*tokens AND octet_length(logprobs) = 4*tokens),

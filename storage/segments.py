@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from domain.errors import Fenced, LedgerError
+from domain.images import PlacedImage
 from domain.rollouts import Numbers, Rollout, Segment, Status
 from storage import stragglers
 from storage.database import Tx
@@ -55,7 +56,6 @@ def append(
     *,
     place: Place,
     engine: str,
-    images: Sequence[bytes] = (),
 ) -> Progress:
     """Commit one segment and count it. Delivered again it changes nothing.
 
@@ -69,7 +69,6 @@ def append(
         segment: the whole request; only what it adds to its chain is stored.
         place: its place in the rollout.
         engine: base URL of the engine that sampled it.
-        images: sha256 of the images in the prompt.
 
     Raises:
         Fenced: another execution owns the attempt, or it has ended.
@@ -82,7 +81,6 @@ def append(
         "attempt": attempt,
         "fence": fence,
         "engine": engine,
-        "images": list(images),
     }
     deadline = stragglers.lock(tx, run, group)
     if deadline and deadline.quorum and deadline.on_stragglers == "discard":
@@ -198,11 +196,12 @@ def _insert_once(tx: Tx, row: Row) -> bool:
         """INSERT INTO segments(run_id, group_id, sample, attempt, seq, turn, chain, context_start,
             prompt_tokens, prompt_delta, tokens, sampled_ids, logprobs, version_spans,
             oldest_version, newest_version, kv_version, cached_prompt_tokens, finish_reason,
-            engine_id, fence, support_ids, support_counts, images)
+            engine_id, fence, support_ids, support_counts, images, image_places)
         VALUES (%(run)s, %(group)s, %(sample)s, %(attempt)s, %(seq)s, %(turn)s, %(chain)s,
             %(context_start)s, %(prompt_tokens)s, %(prompt_delta)b, %(tokens)s, %(sampled_ids)b,
             %(logprobs)b, %(spans)s, %(oldest)s, %(newest)s, %(kv)s, %(cached)s, %(finish_reason)s,
-            %(engine)s, %(fence)s, %(support_ids)b, %(support_counts)b, %(images)s::bytea[])
+            %(engine)s, %(fence)s, %(support_ids)b, %(support_counts)b, %(images)s::bytea[],
+            %(image_places)s::int[])
         ON CONFLICT DO NOTHING""",
         row,
     ).rowcount
@@ -212,7 +211,8 @@ def _insert_once(tx: Tx, row: Row) -> bool:
         """SELECT 1 FROM segments
         WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
             AND seq = %(seq)s AND fence = %(fence)s AND sampled_ids = %(sampled_ids)b
-            AND prompt_delta = %(prompt_delta)b""",
+            AND prompt_delta = %(prompt_delta)b
+            AND images::bytea[] = %(images)s::bytea[]""",
         row,
     ).fetchone()
     if same is None:
@@ -259,6 +259,8 @@ def _encode(segment: Segment, place: Place) -> Row:
         "support_counts": None
         if support is None
         else np.array([len(kept) for kept in support], IDS).tobytes(),
+        "images": [bytes.fromhex(image.sha256) for image in segment.images],
+        "image_places": [n for image in segment.images for n in (image.offset, image.length)],
     }
 
 
@@ -295,7 +297,8 @@ def _segments(tx: Tx, run: str, keys: Sequence[tuple[int, int, int]]) -> Iterabl
             """SELECT s.group_id, s.sample, s.attempt, s.chain, s.context_start, s.prompt_tokens,
                 s.prompt_delta, s.tokens, s.sampled_ids, s.logprobs, s.version_spans,
                 s.oldest_version, s.kv_version, s.cached_prompt_tokens, s.finish_reason,
-                s.support_ids, s.support_counts
+                s.support_ids, s.support_counts, s.images::bytea[] AS images,
+                s.image_places
             FROM unnest(%s::bigint[], %s::int[], %s::int[]) AS wanted(group_id, sample, attempt)
                 JOIN segments s ON s.run_id = %s AND s.group_id = wanted.group_id
                     AND s.sample = wanted.sample AND s.attempt = wanted.attempt
@@ -329,7 +332,16 @@ def _decode(rows: Iterable[Row]) -> Iterator[Segment]:
                 kv_version=row["kv_version"],
                 cached_prompt_tokens=row["cached_prompt_tokens"],
                 support=_kept(row),
+                images=_placed(row),
             )
+
+
+def _placed(row: Row) -> tuple[PlacedImage, ...]:
+    numbers = row["image_places"]
+    return tuple(
+        PlacedImage(digest.hex(), offset, length)
+        for digest, offset, length in zip(row["images"], numbers[::2], numbers[1::2], strict=True)
+    )
 
 
 def _kept(row: Row) -> list[NDArray[np.int32]] | None:

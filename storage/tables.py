@@ -286,6 +286,7 @@ segments = Table(
     Column("payload_key", Text),
     Column("payload_offset", BigInteger),
     Column("created_at", Moment, nullable=False),
+    Column("image_places", ARRAY(Integer), nullable=False),
 )
 snapshots = Table(
     "snapshots",

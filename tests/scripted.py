@@ -7,6 +7,7 @@ from typing import Any
 
 from activities.chat import Chat
 from domain.config import RunConfig, TinyModel
+from domain.images import Image
 from domain.rollouts import Segment
 from trainer.folders import materialise_tiny
 
@@ -54,11 +55,21 @@ class Scripted:
         self.deadline_after = 10**9
         self.fail_at: tuple[int, BaseException] | None = None
         self.phases: list[str] = []
+        self.kept: list[Image] = []
         self.version = 7
         self.base_url = ""
         self.api_key = ""
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Segment:
+    async def keep(self, image: Image) -> None:
+        self.kept.append(image)
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        images: Sequence[str] = (),
+    ) -> Segment:
         if self.fail_at is not None and len(self.segments) == self.fail_at[0]:
             raise self.fail_at[1]
         assert max_tokens is not None

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from domain.capabilities import BUILT_IN
+from domain.capabilities import BUILT_IN, IMAGES
 from rollbook.stack import ports
 
 STOP = 2
@@ -44,6 +44,9 @@ class StubEngine:
     kv_version: Callable[[int], int | None] = lambda version: version
     spans: Callable[[int, int], list[tuple[int, int]]] = lambda version, number: [(version, number)]
     """`(version, end)` of the spans of an answer, from the version asked for and its length."""
+    image_tokens: Callable[[str], int] | None = None
+    """How many tokens it makes of an image, by its digest; None: it takes no images."""
+    image_id: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     keep_requests: bool = True
     aborted: list[str] = field(default_factory=list)
@@ -112,7 +115,22 @@ class StubEngine:
                 }
             ],
         }
+        if "content_parts" in body:
+            answer |= self._expanded(body)
         return Response(json.dumps(answer), media_type="application/json")
+
+    def _expanded(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Each image token becomes as many as its image takes, as vLLM does and tells it."""
+        assert self.image_tokens is not None
+        digests = iter([part["uuid"] for part in body["content_parts"]])
+        seen: list[int] = []
+        places = []
+        for token in body["token_ids"]:
+            length = self.image_tokens(next(digests)) if token == self.image_id else 1
+            if token == self.image_id:
+                places.append({"offset": len(seen), "length": length})
+            seen += [token] * length
+        return {"prompt_token_ids": seen, "mm_placeholders": {"image": places}}
 
     async def abort(self, request: Request) -> Response:
         for name in (await request.json())["request_ids"]:
@@ -123,7 +141,8 @@ class StubEngine:
 
     async def health(self, _: Request) -> Response:
         body = {"incarnation": 1, "max_resident": 4, "policies": {}, "running": 0, "waiting": 0}
-        body |= {"capabilities": BUILT_IN}
+        sees = () if self.image_tokens is None else (IMAGES,)
+        body |= {"capabilities": [*BUILT_IN, *sees]}
         return Response(json.dumps(body), media_type="application/json")
 
 
