@@ -28,6 +28,8 @@ class Chain:
 
     ids: "array[int]"
     spans: tuple[Span, ...]
+    images: tuple[PlacedImage, ...] = ()
+    """Those whose tokens lie in it."""
 
     def __len__(self) -> int:
         """Tokens of the chain."""
@@ -43,16 +45,16 @@ def merge(segments: Sequence[Segment]) -> list[Chain]:
     for number, segment in enumerate(segments):
         prompt = _int32(segment.prompt_ids)
         same = prompt[: len(ids)] == ids and segment.images[: len(images)] == images
-        images = segment.images
         if not ids or not same:
-            _close(chains, ids, spans)
+            _close(chains, ids, spans, images)
             ids, spans = array("i"), []
+        images = segment.images
         ids.extend(prompt[len(ids) :])
         if len(segment.sampled_ids):
             start = len(ids)
             ids.extend(_int32(segment.sampled_ids))
             spans.append(Span(start, len(ids), number))
-    _close(chains, ids, spans)
+    _close(chains, ids, spans, images)
     return chains
 
 
@@ -61,9 +63,13 @@ def chain_lengths(segments: Sequence[Segment]) -> list[int]:
     return [len(chain) for chain in merge(segments)]
 
 
-def _close(chains: list[Chain], ids: "array[int]", spans: list[Span]) -> None:
+def _close(
+    chains: list[Chain], ids: "array[int]", spans: list[Span], images: tuple[PlacedImage, ...]
+) -> None:
     if spans:
-        chains.append(Chain(ids[: spans[-1].stop], tuple(spans)))
+        stop = spans[-1].stop
+        held = tuple(image for image in images if image.offset < stop)
+        chains.append(Chain(ids[:stop], tuple(spans), held))
 
 
 def _int32(ids: Numbers) -> "array[int]":

@@ -17,7 +17,7 @@ from domain.errors import ConfigError, DataChanged, LedgerError, RunExists, RunN
 from domain.services import Services
 from rollbook import publishing
 from rollbook.publishers import Desk, EnginePublisher, Publisher
-from storage import cancelling, checkpoints, runs, steps
+from storage import cancelling, checkpoints, images, runs, steps
 from storage.database import Ledger, Tx, canonical
 from storage.objects import ObjectStore, digest
 from storage.runs import Run
@@ -205,6 +205,11 @@ class OwnRun:
     def rollouts(self, plan: Planned) -> Batch:
         """What a plan trains."""
         return batch.read(self.ledger, self._consumer, plan)
+
+    def image(self, sha256: str) -> bytes:
+        """The file of an image that rollouts were shown."""
+        key = self.ledger.call(images.require, sha256)
+        return self._desk.store.get(key, sha256=sha256)
 
     def apply(self, plan: Planned, done: Done) -> Booked:
         """Book a step that was computed for the first time; the run is paused when it shows that

@@ -27,7 +27,7 @@ from domain.environments import Source, task_ids
 from domain.errors import ConfigError, EngineError, Fenced, LedgerError, RunNotFound
 from domain.rollouts import Task
 from domain.services import Services
-from rollbook import objective, own_config, own_run, publishing
+from rollbook import objective, own_config, own_run, preflight, publishing
 from rollbook.companions import Companions
 from rollbook.connect import STATE
 from rollbook.objective import Objective, State
@@ -187,6 +187,7 @@ class RolloutScheduler:
         self._companions: Companions | None = Companions(services, Path(state))
         try:
             publishing.check_engines(weights, self._companions.services)
+            preflight.check_engine(provisional, own=not self._companions.services.engines)
             if (recorded := own_run.recorded(self._companions.services, run)) is not None:
                 self._take(recorded)
         except BaseException:
@@ -239,6 +240,20 @@ class RolloutScheduler:
         self._version = plan.version_before
         self._handed = _Handed(plan, replayed, _no_update(plan, rows), figures, state)
         return {**rows, "old_logprobs": proximal}
+
+    def image(self, digest: Sequence[int]) -> bytes:
+        """The file of an image in the rows that were handed out.
+
+        Args:
+            digest: its row of `image_sha256`.
+
+        Raises:
+            LedgerError: no step was handed out yet, or nobody stored such an image.
+            ObjectError: the store does not give it.
+        """
+        if self._run is None:
+            raise LedgerError("no step was handed out; call scheduler(state, batch) first")
+        return self._run.image(bytes(digest).hex())
 
     def applied(
         self,

@@ -265,7 +265,7 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
     ).fetchone()
     assert ended is not None
     if member and deadline is not None:
-        stragglers.member_joined(tx, i, deadline)
+        stragglers.count_members(tx, i.run, i.group, deadline)
     return ref_of(ended)
 
 

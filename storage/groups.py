@@ -20,7 +20,7 @@ from domain.messages import (
     NextAttempt,
 )
 from domain.rollouts import SCORED
-from storage import attempts, cancelling, queue, runs
+from storage import attempts, cancelling, queue, runs, stragglers
 from storage.database import Tx, jsonb
 
 Row = dict[str, Any]
@@ -52,6 +52,7 @@ def begin(tx: Tx, b: BeginGroup) -> bool:
             VALUES (%s, 'groups.begun', %s, %s)""",
             (b.run, b.group, jsonb(claim)),
         )
+        stragglers.generation_begun(tx, b.run, b.group)
         return True
     ours = tx.execute(
         """SELECT 1 FROM groups g JOIN events e USING (run_id, group_id)

@@ -9,7 +9,6 @@ It is no wall clock: a member in a tool call uses nothing up. Callers hold the g
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from domain.messages import AttemptIn
 from storage import outbox
 from storage.database import Tx
 
@@ -64,7 +63,15 @@ def lock_unfinished(tx: Tx, run: str, group: int) -> None:
     )
 
 
-def member_joined(tx: Tx, i: AttemptIn, deadline: Deadline) -> None:
+def generation_begun(tx: Tx, run: str, group: int) -> None:
+    """Start the allowance of a group that was opened again, if the members it kept are a quorum."""
+    deadline = lock(tx, run, group)
+    if deadline is not None:
+        lock_unfinished(tx, run, group)
+        count_members(tx, run, group, deadline)
+
+
+def count_members(tx: Tx, run: str, group: int, deadline: Deadline) -> None:
     """Start the allowance when the quorum is complete. The unfinished attempts are locked."""
     if deadline.quorum:
         return
@@ -73,17 +80,17 @@ def member_joined(tx: Tx, i: AttemptIn, deadline: Deadline) -> None:
         WHERE (run_id, group_id) = (%(run)s, %(group)s) AND %(quorum)s <= (SELECT count(*)
             FROM attempts WHERE (run_id, group_id) = (%(run)s, %(group)s) AND member)
         RETURNING 1""",
-        {"run": i.run, "group": i.group, "quorum": deadline.min_members},
+        {"run": run, "group": group, "quorum": deadline.min_members},
     ).fetchone()
     if row is None:
         return
     stragglers = tx.execute(
         """UPDATE attempts SET tokens_at_quorum = policy_tokens
         WHERE (run_id, group_id) = (%s, %s) AND status IS NULL""",
-        (i.run, i.group),
+        (run, group),
     ).rowcount
     if stragglers and deadline.allowance == 0:
-        reach(tx, i.run, i.group, deadline)
+        reach(tx, run, group, deadline)
 
 
 def reach(tx: Tx, run: str, group: int, deadline: Deadline) -> None:

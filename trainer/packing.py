@@ -18,6 +18,9 @@ All are aligned on the id they speak of ("onto ids"): column t scores input_ids[
 `support_capacity` two arrays `[rows, capacity]` hold the ids that filtered sampling kept, back to
 back in row order: `support_ids`, and `support_columns`, the column of the sampled id; -1 is padding,
 and a sampled id without an entry was drawn from the whole vocabulary.
+
+Where chains hold images, two more arrays say which: `image_places [n, 3]`, the row, the first column
+and the number of columns that stand for one, and `image_sha256 [n, 32]`, its digest in bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +32,7 @@ from numpy.typing import NDArray
 
 from domain.chains import Chain, merge
 from domain.groups import Truncation
+from domain.images import PlacedImage
 from domain.packing import first_fit
 from domain.packing import rows_needed as rows_needed
 from domain.rollouts import Rollout, Segment
@@ -263,6 +267,7 @@ def _fill(
     weights = 1.0 / np.maximum(trainable, 1)
     ramp = np.arange(width)
     filled, chains_in, kept = [0] * rows, [0] * rows, [0] * rows
+    shown: list[tuple[int, int, PlacedImage]] = []
     for which in sorted(range(len(chains)), key=lambda i: -len(chains[i].chain)):
         placed, row = chains[which], row_of[which]
         start, size = filled[row], len(placed.chain)
@@ -274,6 +279,7 @@ def _fill(
         packed["positions"][row, here] = ramp[:size]
         packed["rollout_index"][row, here] = placed.rollout
         packed["advantages"][row, here] = values[placed.rollout]
+        shown += [(row, start + image.offset, image) for image in placed.chain.images]
         for part in placed.sampled:
             there = slice(start + part.start, start + part.stop)
             packed["response_mask"][row, there] = part.keep
@@ -283,6 +289,11 @@ def _fill(
             packed["rollout_weights"][row, there] = part.keep * weights[placed.rollout]
             if part.segment.support is not None:
                 kept[row] = _fill_support(packed, row, kept[row], there.start, part)
+    if shown:
+        places = [(row, column, image.length) for row, column, image in shown]
+        digests = b"".join(bytes.fromhex(image.sha256) for *_, image in shown)
+        packed["image_places"] = np.array(places, dtype=np.int32)
+        packed["image_sha256"] = np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32)
 
 
 def _fill_support(packed: Packed, row: int, filled: int, column: int, part: _Sampled) -> int:

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/policy-versions.md from the ledger of four small real runs.
+"""Draws the pictures of docs/policy-versions.md from the ledger of three small real runs.
 
     python docs/pictures/policy_versions.py --state .rollbook     # trains them first, a few minutes
 
@@ -66,7 +66,7 @@ class Wanderer(Env):
 
 
 def trainer(name: str, state: Path) -> AsyncTrainer:
-    """One of the four runs."""
+    """One of the three runs."""
     segment = name == "picture-segment"
     mask = name in ("picture-segment", "picture-mask")
     engine = RolloutEngine(

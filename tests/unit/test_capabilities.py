@@ -4,9 +4,14 @@ from typing import Any
 
 import pytest
 
-from domain.capabilities import BUILT_IN, missing
+from domain.capabilities import BUILT_IN, IMAGES, missing
 from domain.config import RunConfig
+from domain.data import TaskStream
+from domain.environments import PromptSource
+from domain.errors import ConfigError
 from domain.risks import acknowledged
+from domain.rollouts import Task
+from rollbook.preflight import check_engine, check_parts
 
 
 def config(**tables: Any) -> RunConfig:
@@ -66,6 +71,24 @@ def test_a_missing_capability_is_named_with_the_setting_that_needs_it(
     without = [name for name in BUILT_IN if name != lacking]
     (said,) = missing(c, max_resident=4, capabilities=without)
     assert f"lacks '{lacking}'" in said
+
+
+def test_images_must_be_declared_so_that_every_engine_is_asked_for_them_first() -> None:
+    c = config(budget={"max_images": 2})
+    assert missing(c, max_resident=4, capabilities=[*BUILT_IN, IMAGES]) == []
+    (said,) = missing(c, max_resident=4, capabilities=BUILT_IN)
+    assert "lacks 'images', which budget.max_images needs; use an engine that has it" in said
+    assert "built-in" not in said
+    with pytest.raises(ConfigError, match=r"the built-in engine cannot sample .* lacks 'images'"):
+        check_engine(c, own=True)
+
+
+def test_the_trainer_of_rollbook_scores_no_images() -> None:
+    c = config(budget={"max_images": 2})
+    with pytest.raises(ConfigError, match=r"max_images = 2: .* rollbook.RolloutScheduler"):
+        check_parts(
+            c, PromptSource(lambda text, task: 0.0), TaskStream(tasks=[Task("t")], batch_size=1)
+        )
 
 
 def test_the_default_run_needs_nothing_special_and_risks_nothing() -> None:

@@ -14,10 +14,11 @@ from domain.chains import merge
 from domain.environments import Env, PromptSource, RolloutView
 from domain.errors import ConfigError, EngineRefused, SourceBroken
 from domain.images import Image, PlacedImage, compact
-from domain.rollouts import Segment, Status, Task
+from domain.rollouts import Rollout, Segment, Status, Task
 from domain.tools import Message
 from tests.scripted import Scripted, config
 from tests.seeing import MARK, png, seeing
+from trainer.packing import pack
 
 CAT, DOG = png("cat"), png("a dog")
 TASK = Task("t", {})
@@ -190,6 +191,23 @@ def test_another_image_starts_another_chain() -> None:
     cat, dog = PlacedImage(CAT.sha256, 0, 2), PlacedImage(DOG.sha256, 0, 2)
     assert len(merge([segment((cat,), 1, 1), segment((cat,), 1, 1, 9, 3)])) == 1
     assert len(merge([segment((cat,), 1, 1), segment((dog,), 1, 1, 9, 3)])) == 2
+
+
+def test_rows_say_where_their_images_stand() -> None:
+    def rollout(sample: int, *images: PlacedImage) -> Rollout:
+        segment = Segment((1, 4, 4, 2), (9,), (0.0,), "stop", 0, images=images)
+        return Rollout("t", 0, sample, 0, [segment], Status.COMPLETED, float(sample))
+
+    cat, dog = PlacedImage(CAT.sha256, 1, 2), PlacedImage(DOG.sha256, 1, 2)
+    packed = pack([rollout(0, cat), rollout(1, dog), rollout(2)], 10, rows=2)
+    shown = {}
+    for (row, column, length), digest in zip(
+        packed["image_places"], packed["image_sha256"], strict=True
+    ):
+        assert packed["input_ids"][row, column : column + length].tolist() == [4, 4]
+        shown[int(packed["rollout_index"][row, column])] = bytes(digest).hex()
+    assert shown == {0: CAT.sha256, 1: DOG.sha256}
+    assert "image_places" not in pack([rollout(0)], 10)
 
 
 @pytest.mark.parametrize("data", [b"", b"GIF", b"plain text", "\x89PNG"])

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from domain.messages import BeginGroup
 from domain.rollouts import Status
-from storage import reopen
+from storage import groups, reopen
 
 Make = Callable[..., Any]
 
@@ -40,6 +41,18 @@ def begun(b: Any, samples: int = 4) -> int:
     for sample in range(samples):
         b.start(group, sample)
     return int(group)
+
+
+def begin(b: Any, group: int, *, gen: int) -> bool:
+    row = b.one("SELECT workflow_id FROM groups WHERE run_id = %s AND group_id = %s", b.run, group)
+    claim = BeginGroup(
+        run=b.run,
+        group=group,
+        gen=gen,
+        workflow_id=row["workflow_id"],
+        first_execution_run_id="x",
+    )
+    return bool(b.ledger.call(groups.begin, claim))
 
 
 def done(b: Any, group: int, *samples: int) -> None:
@@ -242,6 +255,22 @@ def test_g12_a_group_opened_again_starts_without_quorum(make: Make) -> None:
     assert b.attempt(group, 0, 1)["state"] == "submitted"
     assert b.rollout(group, 0, attempt=1).member
     assert b.close(group, gen=1).members == 4
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_members_that_a_group_kept_are_its_quorum_from_the_start(make: Make, kept: int) -> None:
+    b = deadline(make)
+    group = begun(b)
+    done(b, group, *range(kept))
+    assert b.ledger.call(reopen.reopen, b.run, group, 0, cause="lost")
+    assert times(b, group) == (False, False)
+    begin(b, group, gen=1)
+    assert times(b, group) == (kept >= 2, False)
+    for sample in range(kept, 4):
+        b.start(group, sample, 1)
+    assert b.sampled(group, 3, 99, attempt=1).deadline is False
+    assert b.sampled(group, 3, 1, attempt=1).deadline is (kept >= 2)
+    assert not begin(b, group, gen=0)
 
 
 @pytest.mark.parametrize("order", [(3, 4), (4, 3)])
