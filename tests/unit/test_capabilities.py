@@ -85,7 +85,7 @@ def test_images_must_be_declared_so_that_every_engine_is_asked_for_them_first() 
 
 def test_the_trainer_of_rollbook_scores_no_images() -> None:
     c = config(budget={"max_images": 2})
-    with pytest.raises(ConfigError, match=r"max_images = 2: .* rollbook.RolloutScheduler"):
+    with pytest.raises(ConfigError, match=r"max_images = 2: .*rollbook[.]RolloutScheduler"):
         check_parts(
             c, PromptSource(lambda text, task: 0.0), TaskStream(tasks=[Task("t")], batch_size=1)
         )
