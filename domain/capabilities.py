@@ -30,18 +30,21 @@ BUILT_IN = (KEPT_SETS, KV_PROVENANCE, REFILL, RETAINED_KV, VERSION_SPANS)
 """Of the built-in engine."""
 
 
-def of_vllm(*, adapters: bool, kept_sets: bool) -> tuple[str, ...]:
+def of_vllm(*, adapters: bool, kept_sets: bool, images: bool = False) -> tuple[str, ...]:
     """Of vLLM behind its front.
 
     Args:
         adapters: it serves an adapter a version, whose KV no other version extends.
         kept_sets: it was started to report them, which its CPU build cannot.
+        images: it was started to take them, with a model that sees.
     """
     has = [KV_PROVENANCE, REFILL, VERSION_SPANS]
     if not adapters:
         has.append(RETAINED_KV)
     if kept_sets:
         has.append(KEPT_SETS)
+    if images:
+        has.append(IMAGES)
     return tuple(has)
 
 

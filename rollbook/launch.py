@@ -224,6 +224,8 @@ def engine_options(config: RunConfig) -> list[str]:
             options += ["--lora-rank", str(config.model.lora.rank)]
         if config.sampling.filtered:
             options.append("--sampling-masks")
+        if config.budget.max_images:
+            options += ["--images", str(config.budget.max_images)]
         options += [f"--argument={argument}" for argument in e.arguments]
     return options
 

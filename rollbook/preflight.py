@@ -82,7 +82,11 @@ def check_engine(config: RunConfig, *, own: bool) -> None:
                 "that has vLLM (`make vllm` builds one for CPUs)"
             )
         name, resident = "vLLM", e.max_resident if adapters else 1
-        has = of_vllm(adapters=adapters, kept_sets=config.sampling.filtered)
+        has = of_vllm(
+            adapters=adapters,
+            kept_sets=config.sampling.filtered,
+            images=bool(config.budget.max_images),
+        )
     if lacks := missing(config, max_resident=resident, capabilities=has):
         raise ConfigError(f"{name} cannot sample for this run: {'; '.join(lacks)}")
 

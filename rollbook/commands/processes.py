@@ -131,6 +131,9 @@ def engine(
     sampling_masks: Annotated[
         bool, typer.Option(help="vllm: report kept sets, for filtered sampling.")
     ] = False,
+    images: Annotated[
+        int, typer.Option(help="vllm: most images of a prompt, for a model that sees.")
+    ] = 0,
     argument: Annotated[
         list[str] | None, typer.Option(help="vllm: a further flag of `vllm serve`.")
     ] = None,
@@ -170,6 +173,7 @@ def engine(
             adapters=max_resident if lora_rank else 0,
             lora_rank=lora_rank,
             sampling_masks=sampling_masks,
+            images=images,
             arguments=tuple(argument or ()),
             threads=threads,
         ),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from domain.capabilities import IMAGES, of_vllm
 from domain.errors import ConfigError
 from engine.refusals import BadWeights, PolicyFailed, Unsupported
 from engine.vllm import front, sets
@@ -92,6 +93,17 @@ def test_adapters_have_as_many_slots_and_twice_as_many_places_in_host_memory() -
     assert {flag: flags[flags.index(flag) + 1] for flag in wanted} == wanted
 
 
+def test_a_server_takes_images_only_if_it_is_started_for_them() -> None:
+    sees = Settings(python=PYTHON, images=3)
+    flags = argv(sees, Path("/m"), 1, "x", cpu=False)
+    assert flags[flags.index("--limit-mm-per-prompt") + 1] == '{"image": 3}'
+    assert "--limit-mm-per-prompt" not in argv(
+        Settings(python=PYTHON), Path("/m"), 1, "x", cpu=False
+    )
+    assert IMAGES in of_vllm(adapters=False, kept_sets=False, images=True)
+    assert IMAGES not in of_vllm(adapters=False, kept_sets=False)
+
+
 @pytest.mark.parametrize(("rank", "flag"), [(1, "1"), (4, "8"), (200, "256"), (512, "512")])
 def test_a_rank_that_vllm_does_not_name_is_served_under_the_next_one(rank: int, flag: str) -> None:
     settings = Settings(python=PYTHON, adapters=1, lora_rank=rank)
@@ -129,3 +141,5 @@ def test_a_runs_engine_section_decides_how_its_engine_starts() -> None:
     options = engine_options(vllm)
     assert options[4:8] == ["--kind", "vllm", "--max-context", "64"]
     assert options[8:] == ["--lora-rank", "4", "--argument=--seed", "--argument=1"]
+    sees = configuration(engine={"kind": "vllm"}, budget={"max_images": 2})
+    assert engine_options(sees)[-2:] == ["--images", "2"]
