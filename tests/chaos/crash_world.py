@@ -193,10 +193,7 @@ class Cluster:
         activity = self.rng.choice([workflow.live[s] for s in sorted(workflow.live)])
         chance = self.rng.random()
         if activity.fence is None:
-            started = self.ledger.call(attempts.start, activity.at, worker="w")
-            activity.fence, activity.version = started.fence, started.version
-            if started.ended is not None:
-                self.ended(workflow, activity, started.ended)
+            self.start(workflow, activity)
         elif chance < 0.04:
             self.close(workflow, activity, "infra_error", lost=True)
         elif activity.cause is not None:
@@ -209,6 +206,12 @@ class Cluster:
         else:
             reward = float(fold(*asdict(activity.at).values()) % 3)
             self.finish(workflow, activity, Ending(status=Status.COMPLETED, reward=reward))
+
+    def start(self, workflow: Workflow, activity: Activity) -> None:
+        started = self.ledger.call(attempts.start, activity.at, worker="w")
+        activity.fence, activity.version = started.fence, started.version
+        if started.ended is not None:
+            self.ended(workflow, activity, started.ended)
 
     def sample(self, workflow: Workflow, activity: Activity) -> None:
         at, seq = activity.at, activity.segments
@@ -285,7 +288,7 @@ class Cluster:
             ),
         )
         del workflow.live[at.sample]
-        if lost and self.rng.random() < 0.5:
+        if lost and activity.fence is not None and self.rng.random() < 0.5:
             self.ghosts.append(activity)
         if answer.adopted is not None:
             workflow.members += 1
