@@ -343,7 +343,7 @@ def test_old_spans_leave_the_loss_and_stay_as_context(
     assert packed["advantages"][packed["rollout_index"] == 1] == pytest.approx(-0.5)
 
 
-def test_two_spans_in_one_turn_are_masked_apart() -> None:
+def test_m8_two_spans_in_one_turn_are_masked_apart() -> None:
     m8 = rollout(0, [segment([1], [2, 3, 4, 5], 10, spans=[(10, 2), (11, 2)])])
     packed = pack([m8], 8, trainer_version=12, max_lag=1, stale_policy="mask_span")
     assert packed["response_mask"].astype(int).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0]]
@@ -360,14 +360,14 @@ def test_kept_sets_of_old_tokens_take_no_room() -> None:
     assert packed["support_columns"].tolist() == [[2, 2]]
 
 
-def test_a_batch_of_old_spans_only_makes_no_update() -> None:
+def test_m11_a_batch_of_old_spans_only_makes_no_update() -> None:
     m11 = [spans_rollout([10, 10], 0, 1.0), spans_rollout([10, 10], 1, 0.0)]
     packed = pack(m11, 16, rows=2, trainer_version=13, max_lag=2, stale_policy="mask_span")
     assert not packed["response_mask"].any()
     assert not usable_gradient(packed, kl=0.1, entropy=0.1)
 
 
-def test_tokens_without_advantage_make_an_update_only_with_kl_or_entropy() -> None:
+def test_m11b_tokens_without_advantage_make_an_update_only_with_kl_or_entropy() -> None:
     m11b = pack([spans_rollout([12], 0), spans_rollout([12], 1)], 16)
     assert m11b["response_mask"].any()
     assert not usable_gradient(m11b)
@@ -376,7 +376,7 @@ def test_tokens_without_advantage_make_an_update_only_with_kl_or_entropy() -> No
     assert usable_gradient(pack([spans_rollout([12], 0), spans_rollout([12], 1, 0.0)], 16))
 
 
-def test_one_share_of_two_without_tokens_leaves_the_update_to_the_other() -> None:
+def test_m12_one_share_of_two_without_tokens_leaves_the_update_to_the_other() -> None:
     m12 = [
         pack([spans_rollout([v], 0), spans_rollout([v], 1, 0.0)], 16, rows=1, trainer_version=13,
              max_lag=2, stale_policy="mask_span")
@@ -386,7 +386,7 @@ def test_one_share_of_two_without_tokens_leaves_the_update_to_the_other() -> Non
 
 
 @pytest.mark.parametrize("policy", ["mask_span", "wait", "resubmit", "keep"])
-def test_a_token_newer_than_the_trainer_is_refused(policy: str) -> None:
+def test_m13_a_token_newer_than_the_trainer_is_refused(policy: str) -> None:
     with pytest.raises(ValueError, match=r"version 13 is newer than the trainer's 12"):
         pack([spans_rollout([13])], 8, trainer_version=12, max_lag=2, stale_policy=policy)  # type: ignore[arg-type]
 
@@ -398,12 +398,12 @@ def test_policies_that_promise_the_bound_never_train_beyond_it(policy: str) -> N
 
 
 @pytest.mark.parametrize("lag", [0, 2, 3, 20])
-def test_keep_trains_every_age(lag: int) -> None:
+def test_k1_to_k4_keep_trains_every_age(lag: int) -> None:
     packed = pack([spans_rollout([30 - lag])], 8, trainer_version=30, max_lag=2)
     assert packed["response_mask"].sum() == 2
 
 
-def test_age_and_truncation_masks_are_joined() -> None:
+def test_m15_age_and_truncation_masks_are_joined() -> None:
     m15 = dataclasses.replace(spans_rollout([12]), status=Status.TRUNCATED, cause="tokens")
     packed = pack([m15], 8, rows=1, trainer_version=12, max_lag=2, stale_policy="mask_span")
     assert not packed["response_mask"].any()

@@ -43,11 +43,13 @@ Make = Callable[..., Any]
 WORKER = Path(__file__).parents[2] / "rollout_worker.py"
 
 SOURCE = '''
+import os
+
 from domain.environments import Env
 
 
 class Walk(Env):
-    """Four turns."""
+    """Four turns; what they do to the world is one line each."""
 
     def __init__(self, recovery):
         self.recovery = recovery
@@ -56,6 +58,8 @@ class Walk(Env):
         return [{"role": "user", "content": "w5"}]
 
     async def on_turn(self, rollout):
+        with open(os.environ.get("WORLD", os.devnull), "a") as world:
+            world.write(f"{rollout.turns} ")
         return None if rollout.turns == 4 else [{"role": "user", "content": "w6"}]
 
     async def snapshot(self, rollout):
@@ -238,20 +242,22 @@ def check_resumed(b: Any, group: int, ref: AttemptRef) -> None:
 
 @pytest.mark.parametrize("recovery", ["stateless", "snapshot"])
 async def test_killed_in_the_middle_of_a_request(
-    walk: Callable[..., Any], place: Place, stub: StubEngine, recovery: str
+    walk: Callable[..., Any], place: Place, stub: StubEngine, recovery: str, tmp_path: Path
 ) -> None:
+    world = tmp_path / "world"
     b = walk(recovery)
     engines(b, stub.url)
     group = b.group()
     stub.hold, stub.hold_from = asyncio.Event(), 2
-    first = place.start_worker()
+    first = place.start_worker(WORLD=str(world))
     handle = await place.begin(b.key(group, 0))
     await until(lambda: stub.running)
     os.kill(first.pid, signal.SIGKILL)
-    place.start_worker()
+    place.start_worker(WORLD=str(world))
     await until(lambda: len(stub.requests) > 3)
     stub.hold.set()
     check_resumed(b, group, await handle.result())
+    assert world.read_text().split() == ["1", "2", "3", "4"]  # nothing was done twice
 
 
 @pytest.mark.parametrize(
