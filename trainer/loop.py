@@ -76,6 +76,7 @@ def run(
         the run's state: `finished`, `closed`, or `failed` with the cause in the ledger.
 
     Raises:
+        ConfigError: the run has another number of ranks; it is left as it is.
         Fenced: another trainer has taken over.
         RunHeld: a live trainer holds the run.
         psycopg.OperationalError: Postgres was away for longer than the limit.
@@ -83,12 +84,19 @@ def run(
     with ExitStack() as stack:
         ledger = Ledger.open(services.database_url, pool=2, application=f"trainer {run}")
         stack.callback(ledger.close)
-        config = ledger.call(runs.read, run).config
+        found = ledger.call(runs.read, run)
+        config = found.config
         if stream is None:
             datasets.refuse_own_loop(config)
         ledger.patience_s = patience_s = patience_s or config.schedule.max_outage
         # A peer is waited for while it outlasts an outage, and not much longer.
         ranks = stack.enter_context(Ranks.joined(environ, timeout_s=2 * (patience_s + lease_s)))
+        if found.state != "finished" and found.shares != ranks.size:
+            raise ConfigError(
+                f"run {run} has {found.shares} shares of its data (trainer.ranks), and "
+                f"{ranks.size} trainer processes were started; start as many as it has shares, as "
+                f"`rollbook resume {run}` or torchrun --nproc-per-node {found.shares} does"
+            )
         take = partial(acquire, ledger, run, holder, force=force, lease_s=lease_s, stop=stop)
         epoch = ranks.exchange("epoch", ranks.first("lease", take))[0]
         assert epoch is not None
@@ -122,12 +130,6 @@ def _train(
     if found.state == "finished":
         return _close(workshop, "finished")
     ranks = workshop.ranks
-    if found.shares != ranks.size:
-        raise ConfigError(
-            f"run {found.id} has {found.shares} shares of its data (trainer.ranks), and "
-            f"{ranks.size} trainer processes were started; start as many as it has shares, as "
-            f"`rollbook resume {found.id}` or torchrun --nproc-per-node {found.shares} does"
-        )
     for risk in acknowledged(found.config):
         log.warning("run %s: %s", found.id, risk)
     opened = partial(_share, stream, found, ranks.rank)

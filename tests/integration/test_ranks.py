@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from domain.config import RunConfig
+from domain.errors import ConfigError
 from domain.services import Services
 from rollbook.launch import torchrun
 from storage import runs, steps
@@ -23,6 +24,7 @@ from storage.objects import ObjectStore
 from tests.playing import Fleet, configuration
 from trainer import loop
 
+History = list[tuple[Any, ...]]
 TRAIN_ONCE = Path(__file__).parents[1] / "train_once.py"
 
 
@@ -65,7 +67,7 @@ def train(name: str, services: Services) -> None:
         assert process.returncode == 0, output[-4000:]
 
 
-def history(ledger: Ledger, name: str) -> list[tuple[Any, ...]]:
+def history(ledger: Ledger, name: str) -> History:
     """What must be equal in every execution of one run on two ranks."""
     with ledger.transaction() as tx:
         rows = tx.execute(
@@ -76,6 +78,24 @@ def history(ledger: Ledger, name: str) -> list[tuple[Any, ...]]:
             (name,),
         ).fetchall()
     return [tuple(row.values()) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def remembered() -> list[History]:
+    return []
+
+
+@pytest.fixture
+def straight(
+    around: Services, ledger: Ledger, tmp_path: Path, remembered: list[History]
+) -> History:
+    """The history of an undisturbed run."""
+    if not remembered:
+        name = create(ledger, tmp_path / "straight")
+        with Fleet(around, tmp_path / "straight-engine"):
+            train(name, around)
+        remembered.append(history(ledger, name))
+    return remembered[0]
 
 
 def test_two_ranks_train_a_run_to_its_end(around: Services, ledger: Ledger, tmp_path: Path) -> None:
@@ -110,36 +130,34 @@ def test_a_run_of_two_shares_refuses_a_single_trainer(
     around: Services, ledger: Ledger, tmp_path: Path
 ) -> None:
     name = create(ledger, tmp_path / "a")
-    assert loop.run(name, around, holder="elsewhere:1", patience_s=20) == "failed"
-    failure = ledger.call(runs.read, name).failure or ""
-    assert "2 shares" in failure
-    assert "--nproc-per-node 2" in failure
+    with pytest.raises(ConfigError, match=r"2 shares .* 1 trainer .* --nproc-per-node 2"):
+        loop.run(name, around, holder="elsewhere:1", patience_s=20)
+    found = ledger.call(runs.read, name)
+    assert (found.state, found.epoch) == ("creating", 0)  # nobody took it over
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["apply_done:2", "mid_step:2", "plan_mid:2", "ck_done"])
 def test_a_killed_rank_changes_no_weight(
-    around: Services, ledger: Ledger, tmp_path: Path, point: str
+    around: Services, ledger: Ledger, tmp_path: Path, straight: History, point: str
 ) -> None:
     """Every rank has the failpoint; the first to reach it dies, and torchrun ends the others."""
-    straight, broken = create(ledger, tmp_path / "a"), create(ledger, tmp_path / "b")
+    broken = create(ledger, tmp_path / "b")
     with Fleet(around, tmp_path / "engine"):
-        train(straight, around)
         with started(broken, around, FAILPOINT=point) as process:
             output, _ = process.communicate(timeout=120)
             assert process.returncode != 0, output[-4000:]
         train(broken, around)
-    assert history(ledger, broken) == history(ledger, straight)
+    assert history(ledger, broken) == straight
     assert ledger.call(runs.read, broken).epoch == 2
 
 
 @pytest.mark.slow
 def test_a_rank_killed_at_any_moment_ends_its_world_in_time(
-    around: Services, ledger: Ledger, tmp_path: Path
+    around: Services, ledger: Ledger, tmp_path: Path, straight: History
 ) -> None:
-    straight, broken = create(ledger, tmp_path / "a"), create(ledger, tmp_path / "b")
+    broken = create(ledger, tmp_path / "b")
     with Fleet(around, tmp_path / "engine"):
-        train(straight, around)
         with started(broken, around) as process:
             while ledger.call(runs.read, broken).next_step < 2:
                 assert process.poll() is None, process.communicate()
@@ -152,4 +170,4 @@ def test_a_rank_killed_at_any_moment_ends_its_world_in_time(
             _, alive = psutil.wait_procs(ranks, timeout=10)
             assert not alive
         train(broken, around)
-    assert history(ledger, broken) == history(ledger, straight)
+    assert history(ledger, broken) == straight
