@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psycopg
 from temporalio.client import Client
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.service import RPCError
 
+from activities.payloads import MESSAGES
 from domain.errors import ConfigError
 from domain.services import VARIABLES, Services
 from rollbook.stack import stack as stacks
@@ -70,7 +70,7 @@ class Looking:
             return await Client.connect(
                 self.services.temporal_address,
                 namespace=self.services.temporal_namespace,
-                data_converter=pydantic_data_converter,
+                data_converter=MESSAGES,
             )
         except (RPCError, RuntimeError):  # RuntimeError: nothing listens there
             return None

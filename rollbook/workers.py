@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 import psycopg
 from temporalio.client import Client
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities import namespace
+from activities.payloads import MESSAGES
 from domain import holders, sources
 from domain.config import RunConfig
 from domain.environments import Source
@@ -165,7 +165,7 @@ async def connect(services: Services) -> Client:
             client = await Client.connect(
                 services.temporal_address,
                 namespace=services.temporal_namespace,
-                data_converter=pydantic_data_converter,
+                data_converter=MESSAGES,
             )
             await namespace.ensure(client)
         except (RPCError, RuntimeError) as error:  # RuntimeError: nothing listens there

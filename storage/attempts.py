@@ -74,15 +74,25 @@ The others (surplus, close, reopen, abandon, deadline) end the sample."""
 CANCEL_CAUSES = frozenset(CANCELLED_AS) | {"surplus", "close", "reopen", "abandon", "deadline"}
 """Why the ledger cancels an attempt (`attempts.cancel_cause`)."""
 
-_START = """
-UPDATE attempts SET fence = fence + 1, state = 'running', worker = %(worker)s,
-    pinned_version = coalesce(pinned_version, %(served)s),
-    started_at = coalesce(started_at, now()), last_progress_at = now()
-WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
-    AND status IS NULL AND cancel_cause IS NULL
-RETURNING fence, pinned_version, kv_version"""
+_LOOKS = 8
+"""Looks at what is served: a publish may replace it between the look and the lock."""
 
-# The lock blocks `versions.retire`, which locks FOR UPDATE and then counts the pins again.
+# One statement, for there is one for every rollout. The lock on the version that is served blocks
+# `versions.retire`, which locks FOR UPDATE and then counts the pins again.
+_START = """
+WITH pin AS (SELECT version FROM policy_versions WHERE run_id = %(run)s AND state = 'served'
+        AND version = (SELECT version FROM served WHERE run_id = %(run)s) FOR KEY SHARE),
+    started AS (UPDATE attempts SET fence = fence + 1, state = 'running', worker = %(worker)s,
+        pinned_version = coalesce(pinned_version, pin.version),
+        started_at = coalesce(started_at, now()), last_progress_at = now()
+    FROM pin WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
+        AND status IS NULL AND cancel_cause IS NULL
+    RETURNING fence, pinned_version, kv_version)
+SELECT g.task_id, g.task, g.deadline_reached_at IS NOT NULL AS deadline, pin.version AS served,
+    started.fence, started.pinned_version, started.kv_version
+FROM groups g LEFT JOIN pin ON true LEFT JOIN started ON true
+WHERE (g.run_id, g.group_id) = (%(run)s, %(group)s)"""
+
 _SERVED = """
 SELECT version FROM policy_versions WHERE run_id = %(run)s AND state = 'served'
     AND version = (SELECT version FROM served WHERE run_id = %(run)s)
@@ -104,17 +114,16 @@ def start(tx: Tx, i: AttemptIn, *, worker: str) -> Started:
         LedgerError: no such attempt, or nothing is served yet.
     """
     key = _key(i)
-    task = tx.execute(
-        """SELECT g.task_id, g.task, g.deadline_reached_at IS NOT NULL AS deadline
-        FROM groups g WHERE (run_id, group_id) = (%(run)s, %(group)s)""",
-        key,
-    ).fetchone()
-    if task is None:
-        raise LedgerError(f"run {i.run!r} has no group {i.group}")
-    served = _lock_served(tx, i.run)
-    started = tx.execute(_START, key | {"worker": worker, "served": served}).fetchone()
-    known = Task(task["task_id"], task["task"])
-    if started is None:
+    for _ in range(_LOOKS):
+        found = tx.execute(_START, key | {"worker": worker}).fetchone()
+        if found is None:
+            raise LedgerError(f"run {i.run!r} has no group {i.group}")
+        if found["served"] is not None:
+            break
+    else:
+        raise _nothing_served(i.run)
+    known = Task(found["task_id"], found["task"])
+    if found["fence"] is None:
         tx.execute(_END_CANCELLED, key)
         row = _read(tx, i)
         if row is None:
@@ -127,12 +136,12 @@ def start(tx: Tx, i: AttemptIn, *, worker: str) -> Started:
             error=row["error"] or "",
         )
     return Started(
-        fence=started["fence"],
-        version=started["pinned_version"],
+        fence=found["fence"],
+        version=found["pinned_version"],
         task=known,
-        segments=_committed(tx, i) if started["fence"] > 1 else 0,
-        kv_version=started["kv_version"],
-        deadline=task["deadline"],
+        segments=_committed(tx, i) if found["fence"] > 1 else 0,
+        kv_version=found["kv_version"],
+        deadline=found["deadline"],
     )
 
 
@@ -247,7 +256,9 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
                 GROUP BY chain ORDER BY chain) WHEN %(scored)s THEN '{}' END,
             member = %(member)s, surplus = %(surplus)s, error_type = %(error_type)s,
             error = %(error)s, finished_at = clock_timestamp()
-        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s) RETURNING *""",
+        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
+        RETURNING sample, attempt, status, member, surplus, cancel_cause, truncation, reward,
+            policy_tokens, turns, pinned_version, oldest_version""",
         _key(i)
         | {
             "status": end.status.value,
@@ -372,7 +383,8 @@ def _lock_attempts(tx: Tx, i: AttemptIn, *, everyone: bool) -> Row | None:
     The answer counts the group's `members`, which change only under the group's lock.
     """
     rows = tx.execute(
-        """SELECT *, (SELECT count(*) FROM attempts m
+        """SELECT sample, attempt, fence, status, member, surplus, cancel_cause, truncation, reward,
+            policy_tokens, turns, pinned_version, oldest_version, (SELECT count(*) FROM attempts m
             WHERE m.run_id = %(run)s AND m.group_id = %(group)s AND m.member) AS members
         FROM attempts WHERE run_id = %(run)s AND group_id = %(group)s
             AND ((sample, attempt) = (%(sample)s, %(attempt)s) OR (%(everyone)s AND status IS NULL))
@@ -384,11 +396,15 @@ def _lock_attempts(tx: Tx, i: AttemptIn, *, everyone: bool) -> Row | None:
 
 def _lock_served(tx: Tx, run: str) -> int:
     """The served version, kept from being retired until this transaction ends."""
-    for _ in range(8):  # a publish may replace it between the look and the lock
+    for _ in range(_LOOKS):
         row = tx.execute(_SERVED, {"run": run}).fetchone()
         if row is not None:
             return int(row["version"])
-    raise LedgerError(f"run {run!r} serves no version yet; nothing can be sampled")
+    raise _nothing_served(run)
+
+
+def _nothing_served(run: str) -> LedgerError:
+    return LedgerError(f"run {run!r} serves no version yet; nothing can be sampled")
 
 
 def _share_served(tx: Tx, run: str, version: int) -> bool:
@@ -402,7 +418,8 @@ def _share_served(tx: Tx, run: str, version: int) -> bool:
 
 def _read(tx: Tx, i: AttemptIn) -> Row | None:
     return tx.execute(
-        """SELECT * FROM attempts
+        """SELECT sample, attempt, fence, status, member, surplus, cancel_cause, truncation, reward,
+            policy_tokens, turns, pinned_version, oldest_version, error FROM attempts
         WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)""",
         _key(i),
     ).fetchone()

@@ -7,8 +7,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from temporalio.client import Client
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker
+
+from activities.payloads import MESSAGES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -28,7 +29,7 @@ async def main(queue: str, cache: Path) -> None:
     client = await Client.connect(
         services.temporal_address,
         namespace=services.temporal_namespace,
-        data_converter=pydantic_data_converter,
+        data_converter=MESSAGES,
     )
     ledger = Ledger.open(services.database_url, patience_s=PATIENCE_S)
     sampler = Sampler(ledger, EngineClient(), Router(ledger))

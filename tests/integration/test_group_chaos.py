@@ -17,12 +17,12 @@ import pytest
 from temporalio import activity
 from temporalio.api.enums.v1 import EventType, WorkflowTaskFailedCause
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.exceptions import ApplicationError, CancelledError
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
 
 from activities import namespace
+from activities.payloads import MESSAGES
 from domain.messages import (
     AttemptFailure,
     AttemptIn,
@@ -102,9 +102,7 @@ class Mayhem:
 
 @pytest.fixture(scope="module")
 async def client(temporal_address: str) -> AsyncIterator[Client]:
-    client = await Client.connect(
-        temporal_address, namespace="rollbook", data_converter=pydantic_data_converter
-    )
+    client = await Client.connect(temporal_address, namespace="rollbook", data_converter=MESSAGES)
     await namespace.ensure(client)
     yield client
     await asyncio.sleep(0.5)
@@ -188,7 +186,7 @@ async def test_every_group_ends_once_whatever_happens_to_it(client: Client, seed
     assert not +mayhem.live
     for number, state in mayhem.settled.items():
         assert state != "complete" or mayhem.members[number] == SIZE
-    replayer = Replayer(workflows=[GroupWorkflow], data_converter=pydantic_data_converter)
+    replayer = Replayer(workflows=[GroupWorkflow], data_converter=MESSAGES)
     for handle in handles:
         history = await handle.fetch_history()
         await replayer.replay_workflow(history)

@@ -16,11 +16,11 @@ import psycopg
 import pytest
 from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.exceptions import ApplicationError, CancelledError
 from temporalio.worker import Worker
 
 from activities import namespace
+from activities.payloads import MESSAGES
 from domain.messages import (
     AttemptFailure,
     AttemptIn,
@@ -173,9 +173,7 @@ async def unscored(theatre: Theatre, which: AttemptIn) -> AttemptRef:
 
 @pytest.fixture(scope="session")
 async def client(temporal_address: str) -> AsyncIterator[Client]:
-    client = await Client.connect(
-        temporal_address, namespace="rollbook", data_converter=pydantic_data_converter
-    )
+    client = await Client.connect(temporal_address, namespace="rollbook", data_converter=MESSAGES)
     await namespace.ensure(client)
     yield client
     await asyncio.sleep(0.5)  # temporalio 1.35 may crash an interpreter that exits sooner

@@ -17,7 +17,6 @@ import pytest
 from temporalio import activity
 from temporalio.api.operatorservice.v1 import ListSearchAttributesRequest
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowHandle
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
@@ -27,6 +26,7 @@ from activities.garbage import Garbage
 from activities.inference import Crossing, EngineClient, Health
 from activities.ledger import LedgerActivities
 from activities.mourning import Mourning
+from activities.payloads import MESSAGES
 from activities.publish import EngineActivities, ServingActivities
 from activities.relay import Relay
 from activities.steward import Rhythm, Steward, tend_own
@@ -207,9 +207,7 @@ class Scene:
 
 @pytest.fixture(scope="session")
 async def client(temporal_address: str) -> AsyncIterator[Client]:
-    client = await Client.connect(
-        temporal_address, namespace="rollbook", data_converter=pydantic_data_converter
-    )
+    client = await Client.connect(temporal_address, namespace="rollbook", data_converter=MESSAGES)
     await namespace.ensure(client)
     yield client
     await asyncio.sleep(0.5)  # temporalio 1.35 may crash an interpreter that exits sooner
@@ -667,7 +665,7 @@ async def test_a_wiped_temporal_is_refilled_from_the_ledger(scene: Scene) -> Non
         return await WorkflowEnvironment.start_local(
             port=port,
             namespace="rollbook",
-            data_converter=pydantic_data_converter,
+            data_converter=MESSAGES,
             dev_server_existing_path=str(temporal.binary()),
             dev_server_log_level="error",
         )

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from temporalio import workflow
 from temporalio.client import WorkflowHistory
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Replayer
 from temporalio.workflow import NondeterminismError
 
+from activities.payloads import MESSAGES
 from domain.messages import GroupIn, GroupOut
 from workflows.group import GroupWorkflow
 from workflows.publish import PublishWorkflow
@@ -43,7 +43,7 @@ class Changed(GroupWorkflow):
 
 @pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
 async def test_a_recorded_history_replays(path: Path) -> None:
-    replayer = Replayer(workflows=WORKFLOWS, data_converter=pydantic_data_converter)
+    replayer = Replayer(workflows=WORKFLOWS, data_converter=MESSAGES)
     await replayer.replay_workflow(read(path))
 
 
@@ -79,6 +79,6 @@ def test_histories_hold_references_and_no_tokens(path: Path) -> None:
 
 async def test_a_breaking_change_is_caught() -> None:
     complete = next(path for path in HISTORIES if path.stem == "complete")
-    replayer = Replayer(workflows=[Changed], data_converter=pydantic_data_converter)
+    replayer = Replayer(workflows=[Changed], data_converter=MESSAGES)
     with pytest.raises(NondeterminismError):
         await replayer.replay_workflow(read(complete))

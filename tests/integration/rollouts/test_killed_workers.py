@@ -22,13 +22,13 @@ from psycopg import conninfo
 from temporalio import workflow
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.common import RetryPolicy
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.exceptions import ActivityError, ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from activities.inference import EngineClient
+from activities.payloads import MESSAGES
 from domain.ids import policy_name
 from domain.messages import AttemptIn, AttemptRef
 from domain.services import Services
@@ -148,7 +148,7 @@ async def place(near: Services, tmp_path: Path) -> AsyncIterator[Place]:
     client = await Client.connect(
         near.temporal_address,
         namespace=near.temporal_namespace,
-        data_converter=pydantic_data_converter,
+        data_converter=MESSAGES,
     )
     here = Place(client, near, tmp_path / "models")
     worker = Worker(
