@@ -9,13 +9,12 @@ from pathlib import Path
 from temporalio.client import Client
 from temporalio.worker import Worker
 
-from activities.payloads import MESSAGES
-
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from activities.attempt import PATIENCE_S, Attempts  # noqa: E402
 from activities.inference import EngineClient  # noqa: E402
+from activities.payloads import MESSAGES  # noqa: E402
 from activities.routing import Router  # noqa: E402
 from activities.sampler import Sampler  # noqa: E402
 from activities.setups import Setups  # noqa: E402

@@ -187,6 +187,45 @@ async def test_a_session_is_recorded_token_by_token(
     assert len({r["request_id"] for r in engine.requests}) == 3
 
 
+class Slow(Env):
+    """Takes its time in a tool, and computes its verdict in Python without ever waiting."""
+
+    async def reset(self, task: Task) -> list[Message]:
+        return [{"role": "user", "content": "w5"}]
+
+    async def on_turn(self, rollout: RolloutView) -> list[Message] | None:
+        await asyncio.sleep(SLOW_S)
+        return None
+
+    def reward(self, rollout: RolloutView, task: Task) -> float:  # type: ignore[override]
+        give_up = time.monotonic() + SLOW_S
+        while time.monotonic() < give_up:
+            sum(range(10_000))
+        return 1.0
+
+
+SLOW_S = 2.5
+
+
+async def test_it_beats_while_an_engine_a_tool_or_a_verifier_takes_its_time(
+    make: Make, engine: StubEngine, client: EngineClient
+) -> None:
+    b = make()
+    engine.delay_s = SLOW_S
+    with_engines(b, engine.url)
+    group = b.group()
+    beats: list[dict[str, Any]] = []
+    environment = limited(60)
+    environment.on_heartbeat = lambda *details: beats.append(details[0])
+    ref = await Worker(b, client, Slow()).play(b.key(group, 0), environment)
+    assert ref.member
+    for phase, tokens in (("sampling", 0), ("environment", 3), ("verifier", 3)):
+        told = [beat for beat in beats if beat["phase"] == phase]
+        assert len(told) >= int(SLOW_S), (phase, beats)  # one a second, on any machine
+        assert {(beat["tok"], beat["v"]) for beat in told} == {(tokens, 0)}
+        assert {beat["turn"] for beat in told} == {1}
+
+
 async def test_a_continuation_is_the_same_turn(
     make: Make, engine: StubEngine, client: EngineClient
 ) -> None:
