@@ -20,7 +20,7 @@ def digests(tx: Tx, run: str, step: int) -> Mapping[str, str]:
                     a.reward, a.truncation), 'UTF8') || coalesce((
                 SELECT string_agg(pg_catalog.sha256(convert_to(concat_ws(' ', s.seq, s.turn, s.chain,
                     s.context_start, s.version_spans, s.oldest_version, s.finish_reason,
-                    s.payload_key, s.payload_offset, nullif(s.images, '{}'),
+                    nullif(s.images, '{}'),
                     nullif(s.image_places, '{}')), 'UTF8')
                     || coalesce(s.prompt_delta, '') || coalesce(s.sampled_ids, '')
                     || coalesce(s.logprobs, '') || coalesce(s.support_ids, '')

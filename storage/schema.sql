@@ -158,18 +158,15 @@ CREATE INDEX attempts_finished ON attempts USING brin(finished_at) WITH (pages_p
 CREATE TABLE segments(run_id text NOT NULL, group_id bigint NOT NULL, sample int NOT NULL, attempt int NOT NULL, seq int NOT NULL CHECK (seq >= 0),
   turn int NOT NULL CHECK (turn >= 0), chain int NOT NULL CHECK (chain >= 0),
   context_start int NOT NULL CHECK (context_start >= 0),                     -- tokens of the chain so far that this prompt extends; 0 starts a chain
-  prompt_tokens int NOT NULL CHECK (prompt_tokens >= 0), prompt_delta bytea, -- tool and environment tokens arrive here
-  tokens int NOT NULL CHECK (tokens >= 0), sampled_ids bytea, logprobs bytea,  -- little-endian int32 / float32
+  prompt_tokens int NOT NULL CHECK (prompt_tokens >= 0), prompt_delta bytea NOT NULL, -- tool and environment tokens arrive here
+  tokens int NOT NULL CHECK (tokens >= 0), sampled_ids bytea NOT NULL, logprobs bytea NOT NULL,  -- little-endian int32 / float32
   version_spans int[] NOT NULL, oldest_version policy_version NOT NULL, newest_version policy_version NOT NULL,
   kv_version policy_version NOT NULL, cached_prompt_tokens int NOT NULL DEFAULT 0 CHECK (cached_prompt_tokens >= 0),
   finish_reason text NOT NULL, engine_id text NOT NULL, fence bigint NOT NULL,
   support_ids bytea, support_counts bytea, images sha256[] NOT NULL DEFAULT '{}',   -- kept set of filtered sampling; digests in objects
-  payload_key text, payload_offset bigint,                                   -- the four arrays in S3 instead of inline
   created_at timestamptz NOT NULL DEFAULT now(),
   image_places int[] NOT NULL DEFAULT '{}',                                  -- offset and length of each image in the whole prompt
   PRIMARY KEY(run_id, group_id, sample, attempt, seq), CONSTRAINT images_placed CHECK (cardinality(image_places) = 2*cardinality(images)),
-  CONSTRAINT inline_or_object CHECK ((payload_key IS NULL) = (sampled_ids IS NOT NULL AND logprobs IS NOT NULL AND prompt_delta IS NOT NULL)
-    AND (payload_key IS NULL) = (payload_offset IS NULL)),
   CONSTRAINT lengths CHECK (octet_length(prompt_delta) = 4*prompt_tokens AND octet_length(sampled_ids) = 4*tokens AND octet_length(logprobs) = 4*tokens),
   CONSTRAINT starts_with_prompt CHECK (context_start > 0 OR prompt_tokens > 0), CONSTRAINT cached CHECK (cached_prompt_tokens <= context_start + prompt_tokens),
   CONSTRAINT spans CHECK (oldest_version <= newest_version AND kv_version <= newest_version AND spans_ok(version_spans, tokens, oldest_version, newest_version)),

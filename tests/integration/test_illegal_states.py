@@ -370,8 +370,10 @@ ILLEGAL = [
     ),
     ("cached", segment(cached_prompt_tokens="2")),
     ("starts_with_prompt", segment(prompt_tokens="0", prompt_delta="''")),
-    ("inline_or_object", segment(sampled_ids="NULL")),
-    ("inline_or_object", segment(payload_key="'k'", payload_offset="0")),
+    *(
+        (f'null value in column "{array}"', segment(**{array: "NULL"}))
+        for array in ("prompt_delta", "sampled_ids", "logprobs")
+    ),
     ("support", segment(support_ids="'\\x01000000'")),
     ("support", segment(support_ids="'\\x01000000'", support_counts="'\\x01000000'")),
     # queue
@@ -511,10 +513,6 @@ LEGAL = [
     segment() + segment(seq="1", turn="1", context_start="3", prompt_tokens="0", prompt_delta="''"),
     segment() + segment(seq="1", turn="1", chain="1"),
     segment(oldest_version="0", version_spans="'{0,1,1,1}'", kv_version="0"),
-    segment(
-        sampled_ids="NULL", logprobs="NULL", prompt_delta="NULL", payload_key="'k'",
-        payload_offset="0",
-    ),
     segment(tokens="0", sampled_ids="''", logprobs="''", version_spans="'{}'"),
     segment(support_ids="'\\x01000000'", support_counts="'\\x0100000000000000'"),
     PLAN2,
