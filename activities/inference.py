@@ -107,6 +107,7 @@ class EngineClient:
         salt: str,
         weights_sha256: str | None = None,
         images: Sequence[Mapping[str, str]] = (),
+        priority: int = 0,
         on_partial: Callable[[Generated], None] | None = None,
     ) -> Generated:
         """Sample one segment.
@@ -121,6 +122,7 @@ class EngineClient:
             weights_sha256: if given, an engine that reports other weights is refused.
             images: `content_parts` in the order of the prompt's image tokens; then the answer holds
                 the prompt as the model saw it.
+            priority: requests with a larger one wait for those with a smaller one.
             on_partial: called with what was sampled when this task is cancelled meanwhile, if the
                 engine answers in time. It may be empty; it must not raise or wait.
 
@@ -134,7 +136,7 @@ class EngineClient:
             "token_ids": prompt_ids,
             "request_id": request_id,
             "cache_salt": salt,
-            "priority": 0,
+            "priority": priority,
             "sampling_params": params.body(),
         }
         if params.kv_max_staleness:

@@ -308,7 +308,7 @@ class Engine(Section):
 
 
 class Evaluation(Section):
-    """Held-out evaluation of the last version: the same source on other tasks."""
+    """Held-out evaluation of the last version, and of others: the same source on other tasks."""
 
     dataset: str
     """As `tasks.dataset`, or an environment of a package."""
@@ -317,7 +317,8 @@ class Evaluation(Section):
     environment: EnvironmentName | None = None
     """Of a mix: the one whose source plays these tasks."""
     every: Positive | None = None
-    """Also evaluate the versions of every so many steps, when the run has finished."""
+    """Also evaluate the version before every so many steps, while training goes on. It takes a slot
+    of the engine that nothing else needs; where there is none, it waits for the end of the run."""
     samples: Positive = 1
     """Rollouts per task."""
     temperature: Annotated[float, Field(ge=0)] = 0.0

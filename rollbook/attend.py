@@ -117,22 +117,19 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _evaluate(ledger: Ledger, run: Run, services: Services, state: Path, *, json: bool) -> None:
-    """The versions that [evaluation] asks for, if it stands in the configuration."""
+    """What [evaluation] asks for and training left no time for; tells the results of all."""
     wanted = run.config.evaluation
     if wanted is None:
         return
     due = ledger.call(evaluations.due, run.id, wanted.dataset, every=wanted.every)
 
-    def tell(version: int) -> None:
-        for row in ledger.call(evaluations.summary, run.id, wanted.dataset):
-            if row["version"] == version:
-                if json:
-                    print_event("evaluation", **row)
-                else:
-                    say(evaluation.describe(wanted, row))
-
     if due:
-        evaluation.evaluate(ledger, services, run.config, state, due, tell=tell)
+        evaluation.evaluate(ledger, services, run.config, state, due, tell=lambda _: None)
+    for row in ledger.call(evaluations.summary, run.id, wanted.dataset):
+        if json:
+            print_event("evaluation", **row)
+        else:
+            say(evaluation.describe(wanted, row))
 
 
 def _say_end(

@@ -1,11 +1,15 @@
-"""Held-out evaluation of one policy version on the engine that serves it.
+"""Held-out evaluation of policy versions: while a run goes on (`follow`), or afterwards.
 
 The same source plays other tasks, pinned to the version; nothing of it enters a group, and results
-go to `ledger.evaluations`. Each rollout has a seed of its own; at temperature 0 it is greedy.
+go to `ledger.evaluations`. Each rollout has a seed of its own; at temperature 0 it is greedy. Rollouts
+that are trained come first: an engine takes an evaluation's requests only when it has room.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ from activities.inference import EngineClient, SamplingParams
 from activities.play import play
 from domain import sources
 from domain.config import Evaluation, RunConfig
-from domain.errors import BudgetExhausted, ConfigError
+from domain.environments import Source
+from domain.errors import BudgetExhausted, ConfigError, EngineError, EngineUnavailable
 from domain.ids import fold, policy_name
 from domain.images import Image, placed
 from domain.rollouts import Reward, Segment, Task
@@ -29,7 +34,14 @@ from storage.evaluations import Result
 from storage.manifests import fetch
 from storage.objects import ObjectStore
 
+logger = logging.getLogger(__name__)
+
 _AT_ONCE = 64
+_POLL_S = 0.5
+_OVER = ("finished", "failed", "closed")
+"""States in which nothing keeps versions on the engines of a run."""
+_PRIORITY = 1
+"""Behind every rollout that is trained, which ask with 0."""
 
 
 class Recorder:
@@ -49,6 +61,7 @@ class Recorder:
         chat: Chat,
         album: Album,
         name: str,
+        lost: list[EngineError],
     ) -> None:
         assert config.evaluation is not None
         self.version = version
@@ -59,6 +72,7 @@ class Recorder:
         self._temperature = config.evaluation.temperature
         self._stop = tuple(sorted(chat.stop_ids))
         self._name = name
+        self._lost = lost
         self._segments = 0
         self._state: Any = None
 
@@ -71,20 +85,26 @@ class Recorder:
     ) -> Segment:
         budget = self._config.budget.segment_tokens
         number, self._segments = self._segments, self._segments + 1
-        answer = await self._engines.generate(
-            self._engine,
-            policy_name(self._config.name, self.version),
-            prompt_ids,
-            SamplingParams(
-                max_tokens=min(max_tokens or budget, budget),
-                seed=fold("evaluation", self._config.seed, self._name, number),
-                temperature=self._temperature,
-                stop_token_ids=self._stop,
-            ),
-            request_id=f"{self._name}/{number}",
-            salt=f"evaluation-{self.version}",
-            images=await self._album.parts(images),
-        )
+        try:
+            answer = await self._engines.generate(
+                self._engine,
+                policy_name(self._config.name, self.version),
+                prompt_ids,
+                SamplingParams(
+                    max_tokens=min(max_tokens or budget, budget),
+                    seed=fold("evaluation", self._config.seed, self._name, number),
+                    temperature=self._temperature,
+                    stop_token_ids=self._stop,
+                ),
+                request_id=f"{self._name}/{number}",
+                salt=f"evaluation-{self.version}",
+                images=await self._album.parts(images),
+                priority=_PRIORITY,
+            )
+        except EngineError as error:
+            # The rollout would end as infra_error, and count as one that the policy failed.
+            self._lost.append(error)
+            raise
         if images and answer.context > self._config.max_context_tokens:
             raise BudgetExhausted("context")
         return Segment(
@@ -146,9 +166,9 @@ def evaluate(
     with Job(config, services, state, engine_only=True) as job:
         if not services.engines:
             job.supervisor.wait_ready(timeout_s=ENGINE_START_S)
+        exam = _exam(ledger, job.services, config, state / "cache")
         for version in chosen:
-            sampling = _evaluate(ledger, job.services, config, version, state / "cache")
-            results = asyncio.run(sampling)
+            results = asyncio.run(_evaluate(ledger, job.services, exam, version))
             ledger.call(evaluations.record, config.name, name, version, results)
             tell(version)
 
@@ -162,40 +182,135 @@ def describe(config: Evaluation, row: Mapping[str, Any]) -> str:
     )
 
 
-async def _evaluate(
-    ledger: Ledger, services: Services, config: RunConfig, version: int, cache: Path
-) -> list[Result]:
-    assert config.evaluation is not None
-    run = config.name
-    world = ledger.call(ledger_runs.read, run).world
-    weights = ledger.call(versions.weights, run, version)
+async def follow(
+    ledger: Ledger, services: Services, run: str, cache: Path, stopping: asyncio.Event
+) -> None:
+    """Evaluate the pinned versions of a run on the engines that serve it, until it has ended.
+
+    Killed at any moment it loses at most the version it was at, which is pinned still and is
+    evaluated again. What it does not come to is evaluated when the run has ended.
+
+    Args:
+        ledger: where the run stands.
+        services: the object store.
+        run: its name.
+        cache: folder of model folders.
+        stopping: set it to end.
+
+    Raises:
+        ConfigError: the run has no `evaluation` section, or its data cannot be read.
+    """
+    exam: Exam | None = None
+    engines = EngineClient()
+    try:
+        while not stopping.is_set():
+            found = await ledger.run(ledger_runs.read, run)
+            if found.state in _OVER:
+                await ledger.run(evaluations.release, run)
+                return
+            version = await ledger.run(evaluations.next_pinned, run)
+            if version is None:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stopping.wait(), _POLL_S)
+                continue
+            if exam is None:
+                exam = await asyncio.to_thread(_exam, ledger, services, found.config, cache)
+            routes = [
+                r.engine for r in await ledger.run(versions.routable, run) if r.version == version
+            ]
+            try:
+                results = await exam.take(engines, routes, version)
+            except EngineError as error:
+                logger.warning("evaluation of %s@%d: %s; trying again", run, version, error)
+                await asyncio.sleep(_POLL_S)
+            else:
+                await ledger.run(evaluations.finish, run, exam.name, version, results)
+                logger.info("evaluated %s@%d: %d rollouts", run, version, len(results))
+    finally:
+        await engines.aclose()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exam:
+    """What every version of a run is asked."""
+
+    config: RunConfig
+    chat: Chat
+    album: Album
+    source: Source
+    tasks: Sequence[Task]
+
+    @property
+    def name(self) -> str:
+        """What its results are kept under."""
+        assert self.config.evaluation is not None
+        return self.config.evaluation.dataset
+
+    async def take(self, engines: EngineClient, urls: Sequence[str], version: int) -> list[Result]:
+        """Play every task with a version that these engines hold, spread over them.
+
+        Raises:
+            EngineError: an engine failed, or let go of the version.
+        """
+        if not urls:
+            raise EngineUnavailable(f"no engine holds version {version} any more")
+        assert self.config.evaluation is not None
+        limit = asyncio.Semaphore(_AT_ONCE)
+        lost: list[EngineError] = []
+
+        async def one(number: int, task: Task, sample: int) -> Result | None:
+            name = f"evaluation/{self.config.name}@{version}/{task.id}/{sample}"
+            url = urls[number % len(urls)]
+            recorder = Recorder(engines, url, self.config, version, self.chat, self.album, name, lost)
+            async with limit:
+                if lost:
+                    return None
+                outcome = await play(
+                    self.source, task, recorder, config=self.config, chat=self.chat
+                )
+            reward = outcome.reward.value if isinstance(outcome.reward, Reward) else outcome.reward
+            return Result(task=task.id, sample=sample, status=outcome.status, reward=reward)
+
+        pairs = [(t, s) for t in self.tasks for s in range(self.config.evaluation.samples)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = [group.create_task(one(n, t, s)) for n, (t, s) in enumerate(pairs)]
+        except ExceptionGroup as broken:
+            raise broken.exceptions[0] from None
+        if lost:
+            raise lost[0]
+        return [result for task in playing if (result := task.result()) is not None]
+
+
+def _exam(ledger: Ledger, services: Services, config: RunConfig, cache: Path) -> Exam:
+    evaluation = config.evaluation
+    assert evaluation is not None
+    alone = config.of(evaluation.environment or config.tasks.environment)
+    world = ledger.call(ledger_runs.read, config.name).world
     key = str(world["model_manifest"])  # models/SHA256/manifest.json
     folder = cache / Path(key).parent
     store = ObjectStore(services)
     fetch(store, key, folder)
-    album = Album(ledger, store)
-    chat = Chat.open(folder, renderer=config.model.renderer)
-    source = sources.load(config)
-    tasks = datasets.read_tasks(
-        config.evaluation.dataset, root=Path(config.root), key="evaluation.dataset"
+    return Exam(
+        config=alone,
+        chat=Chat.open(folder, renderer=config.model.renderer),
+        album=Album(ledger, store),
+        source=sources.load(alone),
+        tasks=datasets.read_tasks(
+            evaluation.dataset, evaluation.args, root=Path(config.root), key=datasets.HELD_OUT
+        ),
     )
-    engines = EngineClient()
-    engine = services.engines[0]
-    limit = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(task: Task, sample: int) -> Result:
-        async with limit:
-            name = f"evaluation/{run}@{version}/{task.id}/{sample}"
-            recorder = Recorder(engines, engine, config, version, chat, album, name)
-            outcome = await play(source, task, recorder, config=config, chat=chat)
-        reward = outcome.reward.value if isinstance(outcome.reward, Reward) else outcome.reward
-        return Result(task=task.id, sample=sample, status=outcome.status, reward=reward)
 
+async def _evaluate(ledger: Ledger, services: Services, exam: Exam, version: int) -> list[Result]:
+    """A version's results on an engine that is made to hold it."""
+    run = exam.config.name
+    weights = ledger.call(versions.weights, run, version)
+    engines, engine = EngineClient(), services.engines[0]
     try:
         await engines.load(
             engine, policy_name(run, version), weights.manifest_key, weights.sha256.hex()
         )
-        pairs = [(task, s) for task in tasks for s in range(config.evaluation.samples)]
-        return list(await asyncio.gather(*(one(task, sample) for task, sample in pairs)))
+        return await exam.take(engines, [engine], version)
     finally:
         await engines.aclose()

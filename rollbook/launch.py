@@ -143,6 +143,8 @@ class Job:
         if self._rollouts:
             queues = [f"--environment={name}" for name in c.environments]
             commands.append(self._command("rollouts", "worker", "rollouts", *queues))
+        if c.evaluation is not None and c.evaluation.every is not None:
+            commands.append(self._command("evaluator", "evaluator", c.name, restart=_TRAINING))
         if self._trainer:
             force = ("--force",) if self._force else ()
             arguments = ("trainer", c.name, *force)

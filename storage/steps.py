@@ -17,7 +17,7 @@ from typing import Any, Literal
 from domain import failpoints, planning
 from domain.errors import LedgerError, ReplayDiverged, RunStopped
 from domain.planning import Cut, Ready, Running
-from storage import cancelling, candidates, exhaustion, holds, inputs, reopen, runs
+from storage import cancelling, candidates, evaluations, exhaustion, holds, inputs, reopen, runs
 from storage.candidates import Candidates
 from storage.database import Tx, canonical, jsonb
 from storage.runs import Run
@@ -364,6 +364,7 @@ def _bind(tx: Tx, run: Run, share: int, step: int, seen: Candidates, take: Seque
             )
     keys = [(row.group, row.part, seen.gens[row.group, row.part]) for row in take]
     _open_step(tx, run, step)
+    evaluations.pin(tx, run, step)
     bound = 0
     for pos, (group, part, gen) in enumerate(keys):
         bound += tx.execute(

@@ -15,7 +15,7 @@ from domain.config import RunConfig
 from domain.errors import DigestMismatch, LedgerError
 from domain.ids import publish_workflow_id
 from domain.messages import PublishIn
-from storage import cancelling, outbox, runs
+from storage import cancelling, evaluations, outbox, runs
 from storage.database import Tx, jsonb
 
 
@@ -110,6 +110,7 @@ def publish(tx: Tx, run: str, epoch: int, version: int) -> bool:
         raise LedgerError(
             f"{run}@{version} is {row['state']}; only an uploaded version is published"
         )
+    evaluations.make_room(tx, run, version)
     blocking = _pins_in_the_way(tx, run, version, owner.config)
     if blocking:
         held_by = ", ".join(f"g{group} s{sample}.a{attempt}" for group, sample, attempt in blocking)

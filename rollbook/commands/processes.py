@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
     app.command()(trainer)
     app.command()(engine)
     app.command()(gateway)
+    app.command()(evaluator)
     app.command()(failpoints)
 
 
@@ -107,6 +108,44 @@ def trainer(
         print_event("end", run=run, state=final)
     else:
         say(f"run {run}: {final}")
+
+
+def evaluator(
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    state: State = STATE,
+    json: Json = False,
+) -> None:
+    """Evaluate a run's versions while it goes on, as `[evaluation] every` says, until it has ended.
+
+    Example: `rollbook evaluator reverse3`
+    """
+    from rollbook.evaluation import follow
+    from storage.database import Ledger
+
+    log_to_stderr(logging.INFO, json=json)
+    services = services_for(state)
+
+    async def serve() -> None:
+        stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+        ledger = Ledger.open(services.database_url, application="rollbook evaluator")
+        try:
+            following = asyncio.create_task(
+                follow(ledger, services, run, state / "cache", stopping)
+            )
+            told = asyncio.create_task(stopping.wait())
+            await asyncio.wait([following, told], return_when=asyncio.FIRST_COMPLETED)
+            if told.done():
+                following.cancel()
+            told.cancel()
+            await asyncio.gather(following, told, return_exceptions=True)
+            if not following.cancelled():
+                following.result()
+        finally:
+            ledger.close()
+
+    asyncio.run(serve())
 
 
 def engine(
