@@ -17,10 +17,22 @@ async def test_each_held_out_rollout_has_a_seed_of_its_own(tmp_path: Path) -> No
         engines = EngineClient()
         try:
             for name in ("a/0", "a/1", "b/0"):
-                recorder = Recorder(engines, stub.url, run, 1, chat, name)
+                recorder = Recorder(engines, stub.url, run, 1, chat, name, [])
                 for _ in range(2):
                     await recorder.sample([5, 6])
         finally:
             await engines.aclose()
     seeds = [request["sampling_params"]["seed"] for request in stub.requests]
     assert len(set(seeds)) == 6
+
+
+async def test_trained_rollouts_come_before_held_out_ones(tmp_path: Path) -> None:
+    run = config().model_copy(update={"evaluation": Evaluation(dataset="held:out")})
+    async with stub_engine() as stub:
+        engines = EngineClient()
+        try:
+            recorder = Recorder(engines, stub.url, run, 1, printable(tmp_path), "a/0", [])
+            await recorder.sample([5, 6])
+        finally:
+            await engines.aclose()
+    assert stub.requests[0]["priority"] > 0
