@@ -127,7 +127,7 @@ async def measure(rounds: int, stack: Stack, folder: Path) -> dict[str, Any]:
         "publish": [],
         "probe": [],
     }
-    client = EngineClient()
+    client, size = EngineClient(), 0
     supervisor = Supervisor(folder / "pids")
     try:
         urls = engines(supervisor, services, folder / "engines", folder)
@@ -150,7 +150,7 @@ async def measure(rounds: int, stack: Stack, folder: Path) -> dict[str, Any]:
                 model=model.manifest_key,
                 probe=probe,
             )
-            uploaded = time.perf_counter()
+            uploaded, size = time.perf_counter(), stored.bytes
             digest = stored.manifest_key.split("/")[3]
             name = f"bench@{number}"
             await asyncio.gather(
@@ -168,7 +168,7 @@ async def measure(rounds: int, stack: Stack, folder: Path) -> dict[str, Any]:
     best = {f"{name}_s": min(seconds) for name, seconds in told.items()}
     return best | {
         "ratio": best["publish_s"] / best["plain_s"],
-        "megabytes": stored.bytes / 1e6,
+        "megabytes": size / 1e6,
         "load_average": os.getloadavg()[0],
     }
 

@@ -364,7 +364,6 @@ def _bind(tx: Tx, run: Run, share: int, step: int, seen: Candidates, take: Seque
             )
     keys = [(row.group, row.part, seen.gens[row.group, row.part]) for row in take]
     _open_step(tx, run, step)
-    evaluations.pin(tx, run, step)
     bound = 0
     for pos, (group, part, gen) in enumerate(keys):
         bound += tx.execute(
@@ -390,6 +389,7 @@ def _open_step(tx: Tx, run: Run, step: int) -> None:
         "VALUES (%s, %s, %s, 'planned', %s) ON CONFLICT (run_id, step) DO NOTHING",
         (run.id, step, run.version, run.epoch),
     )
+    evaluations.pin(tx, run, step)
 
 
 def _cut(tx: Tx, run: Run, step: int, seen: Candidates, cut: Sequence[Cut]) -> None:
