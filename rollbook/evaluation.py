@@ -261,7 +261,9 @@ class Exam:
         async def one(number: int, task: Task, sample: int) -> Result | None:
             name = f"evaluation/{self.config.name}@{version}/{task.id}/{sample}"
             url = urls[number % len(urls)]
-            recorder = Recorder(engines, url, self.config, version, self.chat, self.album, name, lost)
+            recorder = Recorder(
+                engines, url, self.config, version, self.chat, self.album, name, lost
+            )
             async with limit:
                 if lost:
                     return None

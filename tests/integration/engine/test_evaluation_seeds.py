@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+from activities.album import Album
 from activities.inference import EngineClient
 from domain.config import Evaluation
 from rollbook.evaluation import Recorder
 from tests.scripted import config, printable
 from tests.stub_engine import stub_engine
+
+NO_IMAGES = Album(None, None)  # type: ignore[arg-type]
 
 
 async def test_each_held_out_rollout_has_a_seed_of_its_own(tmp_path: Path) -> None:
@@ -17,7 +20,7 @@ async def test_each_held_out_rollout_has_a_seed_of_its_own(tmp_path: Path) -> No
         engines = EngineClient()
         try:
             for name in ("a/0", "a/1", "b/0"):
-                recorder = Recorder(engines, stub.url, run, 1, chat, name, [])
+                recorder = Recorder(engines, stub.url, run, 1, chat, NO_IMAGES, name, [])
                 for _ in range(2):
                     await recorder.sample([5, 6])
         finally:
@@ -31,7 +34,9 @@ async def test_trained_rollouts_come_before_held_out_ones(tmp_path: Path) -> Non
     async with stub_engine() as stub:
         engines = EngineClient()
         try:
-            recorder = Recorder(engines, stub.url, run, 1, printable(tmp_path), "a/0", [])
+            recorder = Recorder(
+                engines, stub.url, run, 1, printable(tmp_path), NO_IMAGES, "a/0", []
+            )
             await recorder.sample([5, 6])
         finally:
             await engines.aclose()
