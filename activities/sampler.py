@@ -19,9 +19,10 @@ from domain.config import RunConfig
 from domain.errors import EngineUnavailable, WrongVersion
 from domain.ids import policy_name, sampling_seed
 from domain.messages import AttemptIn
-from storage import attempts
-from storage.attempts import Choice, Started
+from storage import pins
+from storage.attempts import Started
 from storage.database import Ledger
+from storage.pins import Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,7 @@ class Sampler:
             return Choice(version=pinned, anchor=pinned)
         cache = request.config.sampling.kv_cache
         return await self.ledger.run(
-            attempts.choose_version,
+            pins.choose_version,
             request.attempt,
             request.started.fence,
             max_staleness=cache.max_staleness,

@@ -7,7 +7,7 @@ sends is refused with `Fenced`. An attempt ends once: what arrives later is coun
 and changes nothing. Lock order: groups, then attempts in key order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -54,14 +54,6 @@ class Ending:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What the next request samples from, and the anchor of the KV it may extend."""
-
-    version: int
-    anchor: int
-
-
 CANCELLED_AS = {
     "stale": "stale",
     "timeout": "timeout",
@@ -74,7 +66,7 @@ The others (surplus, close, reopen, abandon, deadline) end the sample."""
 CANCEL_CAUSES = frozenset(CANCELLED_AS) | {"surplus", "close", "reopen", "abandon", "deadline"}
 """Why the ledger cancels an attempt (`attempts.cancel_cause`)."""
 
-_LOOKS = 8
+LOOKS = 8
 """Looks at what is served: a publish may replace it between the look and the lock."""
 
 # One statement, for there is one for every rollout. The lock on the version that is served blocks
@@ -93,11 +85,6 @@ SELECT g.task_id, g.task, g.deadline_reached_at IS NOT NULL AS deadline, pin.ver
 FROM groups g LEFT JOIN pin ON true LEFT JOIN started ON true
 WHERE (g.run_id, g.group_id) = (%(run)s, %(group)s)"""
 
-_SERVED = """
-SELECT version FROM policy_versions WHERE run_id = %(run)s AND state = 'served'
-    AND version = (SELECT version FROM served WHERE run_id = %(run)s)
-FOR KEY SHARE"""
-
 _END_CANCELLED = """
 UPDATE attempts SET fence = fence + 1, state = 'finished', status = 'cancelled',
     surplus = (cancel_cause = 'surplus'), finished_at = clock_timestamp()
@@ -113,15 +100,15 @@ def start(tx: Tx, i: AttemptIn, *, worker: str) -> Started:
     Raises:
         LedgerError: no such attempt, or nothing is served yet.
     """
-    key = _key(i)
-    for _ in range(_LOOKS):
+    key = key_of(i)
+    for _ in range(LOOKS):
         found = tx.execute(_START, key | {"worker": worker}).fetchone()
         if found is None:
             raise LedgerError(f"run {i.run!r} has no group {i.group}")
         if found["served"] is not None:
             break
     else:
-        raise _nothing_served(i.run)
+        raise nothing_served(i.run)
     known = Task(found["task_id"], found["task"])
     if found["fence"] is None:
         tx.execute(_END_CANCELLED, key)
@@ -145,68 +132,6 @@ def start(tx: Tx, i: AttemptIn, *, worker: str) -> Started:
     )
 
 
-def choose_version(
-    tx: Tx,
-    i: AttemptIn,
-    fence: int,
-    *,
-    max_staleness: int,
-    refill: bool,
-    resident: Sequence[int],
-) -> Choice:
-    """The version of the next request under `sampling.policy = "segment"`, pinned with its KV anchor.
-
-    The newest served version, while the retained cache is at most `max_staleness` versions older.
-    Beyond that, `refill` rebuilds the prefix under it; `hold` stays at the newest version within the
-    bound that an engine still holds, and rebuilds only when none is left.
-
-    Args:
-        tx: the transaction.
-        i: the attempt.
-        fence: of this execution.
-        max_staleness: bound on version minus anchor.
-        refill: `kv_cache.on_limit = "refill"`.
-        resident: versions that live engines hold.
-
-    Raises:
-        Fenced: another execution owns the attempt.
-        LedgerError: nothing is served.
-    """
-    served = _lock_served(tx, i.run)
-    row = tx.execute(
-        """SELECT kv_version, sampling_version FROM attempts
-        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
-            AND fence = %(fence)s AND state = 'running' FOR NO KEY UPDATE""",
-        _key(i) | {"fence": fence},
-    ).fetchone()
-    if row is None:
-        raise Fenced(_not_ours(i, fence))
-    anchor = row["kv_version"]
-    if anchor is None or (served - anchor > max_staleness and refill):
-        choice = Choice(version=served, anchor=served)
-    elif served - anchor <= max_staleness:
-        choice = Choice(version=served, anchor=anchor)
-    else:
-        pinned = {anchor, row["sampling_version"]}
-        held = [
-            version
-            for version in sorted(set(resident), reverse=True)
-            if anchor <= version <= anchor + max_staleness
-            and (version in pinned or _share_served(tx, i.run, version))
-        ]
-        choice = (
-            Choice(version=held[0], anchor=anchor)
-            if held
-            else Choice(version=served, anchor=served)
-        )
-    tx.execute(
-        """UPDATE attempts SET sampling_version = %(v)s, kv_version = %(kv)s
-        WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)""",
-        _key(i) | {"v": choice.version, "kv": choice.anchor},
-    )
-    return choice
-
-
 def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
     """End the attempt, and let it join its group if it may and the group is not full.
 
@@ -227,7 +152,7 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
     if row is None:
         raise LedgerError(f"group {i.group} has no attempt {i.attempt} at sample {i.sample}")
     if row["fence"] != fence:
-        raise Fenced(_not_ours(i, fence))
+        raise Fenced(not_ours(i, fence))
     if row["status"] is not None:
         if (row["status"], row["reward"], row["truncation"]) == (end.status, end.reward, end.cause):
             return ref_of(row)
@@ -259,7 +184,7 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
         WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
         RETURNING sample, attempt, status, member, surplus, cancel_cause, truncation, reward,
             policy_tokens, turns, pinned_version, oldest_version""",
-        _key(i)
+        key_of(i)
         | {
             "status": end.status.value,
             "reward": end.reward,
@@ -297,7 +222,7 @@ def late_result(tx: Tx, i: AttemptIn, fence: int, what: str) -> None:
     tx.execute(
         """INSERT INTO events(run_id, kind, group_id, sample, attempt, data)
         VALUES (%(run)s, 'late_result', %(group)s, %(sample)s, %(attempt)s, %(data)s)""",
-        _key(i) | {"data": jsonb({"fence": fence, "what": what})},
+        key_of(i) | {"data": jsonb({"fence": fence, "what": what})},
     )
 
 
@@ -339,14 +264,14 @@ def _give_way(tx: Tx, i: AttemptIn, end: Ending) -> bool:
         """SELECT sample, attempt FROM attempts WHERE run_id = %(run)s AND group_id = %(group)s
             AND member AND truncation = 'group_deadline' AND part IS NULL
         ORDER BY sample DESC LIMIT 1""",
-        _key(i),
+        key_of(i),
     ).fetchone()
     if other is None or other["sample"] < i.sample:
         return False
     tx.execute(
         """UPDATE attempts SET member = false, surplus = true WHERE
         (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(s)s, %(a)s)""",
-        _key(i) | {"s": other["sample"], "a": other["attempt"]},
+        key_of(i) | {"s": other["sample"], "a": other["attempt"]},
     )
     return True
 
@@ -356,7 +281,7 @@ def _committed(tx: Tx, i: AttemptIn) -> int:
     row = tx.execute(
         """SELECT count(*) AS n FROM segments
         WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)""",
-        _key(i),
+        key_of(i),
     ).fetchone()
     assert row is not None
     return int(row["n"])
@@ -370,7 +295,7 @@ def _lock_group(tx: Tx, i: AttemptIn) -> Row:
             r.on_stragglers
         FROM groups g JOIN runs r USING (run_id)
         WHERE g.run_id = %(run)s AND g.group_id = %(group)s FOR NO KEY UPDATE OF g""",
-        _key(i),
+        key_of(i),
     ).fetchone()
     if row is None:
         raise LedgerError(f"run {i.run!r} has no group {i.group}")
@@ -389,31 +314,14 @@ def _lock_attempts(tx: Tx, i: AttemptIn, *, everyone: bool) -> Row | None:
         FROM attempts WHERE run_id = %(run)s AND group_id = %(group)s
             AND ((sample, attempt) = (%(sample)s, %(attempt)s) OR (%(everyone)s AND status IS NULL))
         ORDER BY sample, attempt FOR NO KEY UPDATE""",
-        _key(i) | {"everyone": everyone},
+        key_of(i) | {"everyone": everyone},
     ).fetchall()
     return next((r for r in rows if (r["sample"], r["attempt"]) == (i.sample, i.attempt)), None)
 
 
-def _lock_served(tx: Tx, run: str) -> int:
-    """The served version, kept from being retired until this transaction ends."""
-    for _ in range(_LOOKS):
-        row = tx.execute(_SERVED, {"run": run}).fetchone()
-        if row is not None:
-            return int(row["version"])
-    raise _nothing_served(run)
-
-
-def _nothing_served(run: str) -> LedgerError:
+def nothing_served(run: str) -> LedgerError:
+    """What a run without weights to sample from is told."""
     return LedgerError(f"run {run!r} serves no version yet; nothing can be sampled")
-
-
-def _share_served(tx: Tx, run: str, version: int) -> bool:
-    found = tx.execute(
-        """SELECT 1 FROM policy_versions
-        WHERE (run_id, version) = (%s, %s) AND state = 'served' FOR KEY SHARE""",
-        (run, version),
-    ).fetchone()
-    return found is not None
 
 
 def _read(tx: Tx, i: AttemptIn) -> Row | None:
@@ -421,11 +329,12 @@ def _read(tx: Tx, i: AttemptIn) -> Row | None:
         """SELECT sample, attempt, fence, status, member, surplus, cancel_cause, truncation, reward,
             policy_tokens, turns, pinned_version, oldest_version, error FROM attempts
         WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)""",
-        _key(i),
+        key_of(i),
     ).fetchone()
 
 
-def _key(i: AttemptIn) -> Row:
+def key_of(i: AttemptIn) -> Row:
+    """Parameters that name an attempt in a statement."""
     return {"run": i.run, "group": i.group, "sample": i.sample, "attempt": i.attempt}
 
 
@@ -433,5 +342,6 @@ def _name(i: AttemptIn) -> str:
     return f"attempt {i.attempt} at sample {i.sample} of group {i.group}"
 
 
-def _not_ours(i: AttemptIn, fence: int) -> str:
+def not_ours(i: AttemptIn, fence: int) -> str:
+    """What a fenced execution is told."""
     return f"{_name(i)} belongs to a newer execution than fence {fence}; this one must stop writing"

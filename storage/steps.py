@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from domain import failpoints, planning
 from domain.errors import LedgerError, ReplayDiverged, RunStopped
-from domain.planning import Cut, Ready, Running
-from storage import cancelling, candidates, evaluations, exhaustion, holds, inputs, reopen, runs
+from domain.planning import Ready
+from storage import binding, cancelling, candidates, exhaustion, holds, inputs, reopen, runs
 from storage.candidates import Candidates
 from storage.database import Tx, canonical, jsonb
 from storage.runs import Run
@@ -56,10 +56,6 @@ class Waiting:
     binding_group: int | None = None
 
 
-class _LostRace(Exception):
-    """Another transaction changed what the decision was made on."""
-
-
 def plan(tx: Tx, run: str, epoch: int, share: int, step: int) -> Planned | Waiting:
     """Fix the groups of `step`, or say what it waits for.
 
@@ -89,7 +85,7 @@ def plan(tx: Tx, run: str, epoch: int, share: int, step: int) -> Planned | Waiti
     try:
         with tx.transaction():  # a savepoint: what was sent back stays sent back
             return _write(tx, owner, share, step, seen, decision)
-    except _LostRace as lost:
+    except binding.LostRace as lost:
         return Waiting(kind="wait", reason=str(lost))
 
 
@@ -99,7 +95,7 @@ def fail_share(tx: Tx, run: str, epoch: int, share: int, step: int, error: str) 
     Nothing happens if it has a plan. The next trainer forgets it and plans again (`take_over`).
     """
     owner = runs.fence(tx, run, epoch)
-    _open_step(tx, owner, step)
+    binding.open_step(tx, owner, step)
     tx.execute(
         "INSERT INTO step_shares(run_id, step, share, epoch, state, error) "
         "VALUES (%s, %s, %s, %s, 'failed', %s) ON CONFLICT (run_id, step, share) DO NOTHING",
@@ -317,11 +313,11 @@ def _write(
     """Write the decision; what it is built on is checked again under locks.
 
     Raises:
-        _LostRace: something changed in between.
+        binding.LostRace: something changed in between.
     """
     surplus = decision.surplus if isinstance(decision, planning.Step) else ()
-    _cancel_surplus(tx, run, step, seen, surplus)
-    _cut(tx, run, step, seen, decision.cut)
+    binding.cancel_surplus(tx, run, step, seen, surplus)
+    binding.cut(tx, run, step, seen, decision.cut)
     take: tuple[Ready, ...] = ()
     match decision:
         case planning.Wait():
@@ -349,101 +345,10 @@ def _write(
             # Other shares go on: this one takes part without groups.
         case planning.Step():
             take = decision.take
-    _bind(tx, run, share, step, seen, take)
+    binding.bind(tx, run, share, step, seen, take)
     found = read_plan(tx, run.id, step, share)
     assert found is not None
     return Planned(step=step, version_before=run.version, rows=found.rows, replayed=False)
-
-
-def _bind(tx: Tx, run: Run, share: int, step: int, seen: Candidates, take: Sequence[Ready]) -> None:
-    for row in take:
-        if row.version > run.version:
-            raise LedgerError(
-                f"group {row.group} holds tokens of version {row.version}, newer than the "
-                f"trainer's {run.version}; the ledger and the trainer do not belong together"
-            )
-    keys = [(row.group, row.part, seen.gens[row.group, row.part]) for row in take]
-    _open_step(tx, run, step)
-    bound = 0
-    for pos, (group, part, gen) in enumerate(keys):
-        bound += tx.execute(
-            """
-            UPDATE queue SET state = 'planned', step = %s, pos = %s, lag = %s - oldest_version
-            WHERE (run_id, group_id, part, gen) = (%s, %s, %s, %s) AND state = 'admitted'
-            """,
-            (step, pos, run.version, run.id, group, part, gen),
-        ).rowcount
-    if bound != len(keys):
-        raise _LostRace("a group was withdrawn while the step was planned")
-    tx.execute(
-        "INSERT INTO step_shares(run_id, step, share, epoch, state, groups) "
-        "VALUES (%s, %s, %s, %s, 'planned', %s)",
-        (run.id, step, share, run.epoch, len(keys)),
-    )
-
-
-def _open_step(tx: Tx, run: Run, step: int) -> None:
-    """The step's row; the first share that plans it makes it."""
-    tx.execute(
-        "INSERT INTO steps(run_id, step, version_before, state, planned_epoch) "
-        "VALUES (%s, %s, %s, 'planned', %s) ON CONFLICT (run_id, step) DO NOTHING",
-        (run.id, step, run.version, run.epoch),
-    )
-    evaluations.pin(tx, run, step)
-
-
-def _cut(tx: Tx, run: Run, step: int, seen: Candidates, cut: Sequence[Cut]) -> None:
-    for item in cut:
-        rows = run.config.trainer.rows
-        cause = f"rows: needs {item.rows_needed} of {rows}" if item.cause == "rows" else item.cause
-        _leave(tx, run, step, seen, item.row, "cut", cause)
-
-
-def _cancel_surplus(
-    tx: Tx, run: Run, step: int, seen: Candidates, surplus: Sequence[Ready | Running]
-) -> None:
-    """Cancel what the batch no longer needs: admitted rows are withdrawn, sampling stops."""
-    if not surplus:
-        return
-    groups = sorted({item.group for item in surplus})
-    rows = tx.execute(
-        "SELECT group_id, gen, state, workflow_id FROM groups "
-        "WHERE run_id = %s AND group_id = ANY(%s) ORDER BY group_id FOR NO KEY UPDATE",
-        (run.id, groups),
-    ).fetchall()
-    now = {row["group_id"]: row for row in rows}
-    for item in surplus:
-        if isinstance(item, Ready):
-            gen, states = seen.gens[item.group, item.part], {"complete"}
-        else:
-            gen, states = seen.gens[item.group, None], {"submitted", "registered"}
-        if now[item.group]["gen"] != gen or now[item.group]["state"] not in states:
-            raise _LostRace(f"group {item.group} changed while the step was planned")
-    for item in surplus:
-        if isinstance(item, Ready):
-            _leave(tx, run, step, seen, item, "expired", "surplus")
-    cancelling.stop_attempts(tx, run.id, groups, "surplus")
-    tx.execute(
-        "UPDATE groups SET state = 'cancelled', closed_cause = 'surplus', closed_step = %s "
-        "WHERE run_id = %s AND group_id = ANY(%s)",
-        (step, run.id, groups),
-    )
-    running = [row["workflow_id"] for row in rows if row["state"] == "submitted"]
-    cancelling.close_workflows(tx, run.id, running, "surplus")
-
-
-def _leave(
-    tx: Tx, run: Run, step: int, seen: Candidates, row: Ready, state: str, cause: str
-) -> None:
-    left = tx.execute(
-        """
-        UPDATE queue SET state = %s, cause = %s, closed_step = %s
-        WHERE (run_id, group_id, part, gen) = (%s, %s, %s, %s) AND state = 'admitted'
-        """,
-        (state, cause, step, run.id, row.group, row.part, seen.gens[row.group, row.part]),
-    )
-    if left.rowcount != 1:
-        raise _LostRace(f"group {row.group} was withdrawn while the step was planned")
 
 
 def _planned_elsewhere(tx: Tx, run: Run, step: int) -> bool:

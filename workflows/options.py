@@ -44,7 +44,7 @@ LEDGER_STEP = LocalActivityConfig(
     local_retry_threshold=timedelta(seconds=2),
 )
 """A transaction of a few milliseconds. Local: it costs one history event and no server round trip
-(docs/adr/0010-local-activities.md)."""
+(docs/adr/local-ledger-steps.md)."""
 
 FRESH, RESUBMITTED = Priority(priority_key=3), Priority(priority_key=1)
 """A replacement is what its group waits for, so it goes first."""

@@ -8,6 +8,7 @@ import pytest
 from domain.errors import Fenced, LedgerError
 from domain.rollouts import Status
 from storage import attempts
+from storage.pins import choose_version
 
 Make = Callable[..., Any]
 
@@ -174,7 +175,7 @@ def test_under_the_segment_policy_the_kv_bound_chooses_the_version(make: Make) -
 
     def choose(*resident: int, refill: bool = False) -> tuple[int, int]:
         choice = b.ledger.call(
-            attempts.choose_version,
+            choose_version,
             b.key(group, 0),
             fence,
             max_staleness=1,
