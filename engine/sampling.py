@@ -117,10 +117,10 @@ def kept(scaled_FV: Tensor, settings: Settings) -> Tensor:
     floor_F1 = top_F1 + settings.min_p_F1.log()  # log 0 = -inf keeps all
     left_FV = scaled_FV.masked_fill(scaled_FV < floor_F1, -torch.inf)
     ordered_FV, index_FV = left_FV.sort(dim=-1, stable=True)
-    width = ordered_FV.shape[-1]
-    # Ids that tie with the k-th are kept, as in vLLM: which of them goes must not depend on order.
-    kth_F1 = ordered_FV.gather(-1, (width - settings.top_k_F1).clamp(min=0))
-    ordered_FV = ordered_FV.masked_fill(ordered_FV < kth_F1, -torch.inf)
+    # Never more than k, also among ids that tie with the k-th (the highest of those stay): a row has
+    # room for top_k ids a token, and one that overflowed could not train.
+    rank_V = torch.arange(ordered_FV.shape[-1], 0, -1, device=ordered_FV.device)
+    ordered_FV = ordered_FV.masked_fill(rank_V > settings.top_k_F1, -torch.inf)
     mass_FV = ordered_FV.softmax(dim=-1).cumsum(dim=-1)
     cut_FV = mass_FV <= 1 - settings.top_p_F1
     cut_FV[:, -1] = False

@@ -58,8 +58,12 @@ def test_greedy_takes_the_likeliest_with_certainty() -> None:
     assert one(LOGITS, 0.999, temperature=0) == (0, 0.0, [0])
 
 
-def test_ties_at_the_kth_id_are_all_kept() -> None:
-    assert one([1.0, 1.0, 1.0, 0.0], 0.5, top_k=2)[2] == [0, 1, 2]
+def test_a_kept_set_never_exceeds_top_k_however_many_tie() -> None:
+    """The room of a packed row is `top_k` ids a token; ties beyond it would stop the run."""
+    _, logprob, kept = one([1.0, 1.0, 1.0, 0.0], 0.5, top_k=2)
+    assert kept == [1, 2]
+    assert logprob == pytest.approx(math.log(0.5))
+    assert one([1.0] * 8, 0.5, top_k=3, top_p=0.9)[2] == [5, 6, 7]
 
 
 def test_top_p_keeps_at_least_the_likeliest() -> None:
