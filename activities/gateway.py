@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import psycopg
@@ -34,8 +34,10 @@ from activities.gateway_session import LiveSession, Unusable
 from activities.openai_api import Answered, ApiError, Ask, Json
 from activities.session import Stopped, key_sha256
 from activities.sessions import Entry, Sessions, closed
+from domain import tracing
 from domain.errors import BudgetExhausted, EngineError, Fenced, LedgerError, ObjectError
 from domain.messages import AttemptIn
+from storage import outbox
 from storage import sessions as ledger_sessions
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,8 @@ class Gateway:
         try:
             ask = read(await _body(request))
             async with self._sessions.use(_key(request), _attempt(request)) as entry:
-                answer = await _unless_gone(request, self._answer(entry, ask))
+                with tracing.continued(await self._cause(request)), tracing.span("gateway call"):
+                    answer = await _unless_gone(request, self._answer(entry, ask))
         except ApiError as error:
             return _refusal(error)
         except (psycopg.OperationalError, ObjectError) as error:
@@ -116,6 +119,14 @@ class Gateway:
         # ASCII: what a model samples may hold half characters.
         text = json.dumps(whole(ask, answer), separators=(",", ":"))
         return Response(text, media_type="application/json", background=arrived)
+
+    async def _cause(self, request: Request) -> Mapping[str, str]:
+        """The span that a call belongs to: the program's, if it traces itself, or its group's."""
+        if not tracing.is_on() or "traceparent" in request.headers:
+            return request.headers
+        i = _attempt(request)
+        found = await self._sessions.ledger.run(outbox.traceparents, i.run, [i.group])
+        return {"traceparent": found[0]} if found else {}
 
     async def _answer(self, entry: Entry, ask: Ask) -> Answered:
         """One answer; what is wrong with the attempt is written down before it is said."""

@@ -29,6 +29,7 @@ import httpx
 from activities.answers import Generated, SamplingParams, expansion, generated, required
 from activities.connections import Connections
 from activities.liveness import HEALTH_TIMEOUT_S, Liveness
+from domain import tracing
 from domain.errors import EngineError, EngineRefused, EngineUnavailable, WrongVersion
 
 ABORT_PATIENCE_S = 2.0
@@ -144,13 +145,30 @@ class EngineClient:
         if images:
             body |= {"content_parts": list(images), "return_token_ids": True}
 
+        with tracing.span(
+            "engine call", engine=engine_url, policy=policy, prompt_tokens=len(prompt_ids)
+        ):
+            found = await self._generate(engine_url, body, params, weights_sha256, on_partial)
+            tracing.note(
+                sampled_tokens=len(found.sampled_ids), finish_reason=str(found.finish_reason)
+            )
+            return found
+
+    async def _generate(
+        self,
+        engine_url: str,
+        body: dict[str, Any],
+        params: SamplingParams,
+        weights_sha256: str | None,
+        on_partial: Callable[[Generated], None] | None,
+    ) -> Generated:
         pending = asyncio.create_task(self._sample(engine_url, body, params, weights_sha256))
         try:
             await self._liveness.wait(engine_url, pending)
             return await pending
         except asyncio.CancelledError:
             if on_partial is not None:
-                partial = await self._partial(pending, engine_url, request_id)
+                partial = await self._partial(pending, engine_url, body["request_id"])
                 if partial is not None:
                     on_partial(partial)
             raise
@@ -293,7 +311,7 @@ class EngineClient:
     async def _post(
         self, engine_url: str, path: str, content: bytes, *, timeout_s: float, absent: bool = False
     ) -> httpx.Response:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **tracing.carrier()}
         request = httpx.Request("POST", engine_url + path, content=content, headers=headers)
         answer = await self._ask(request, timeout_s)
         status = answer.status_code

@@ -2,8 +2,12 @@
 
 A development server that lost its database has neither, and one with an existing database ignores
 `--search-attribute`. So this runs at every boot and every minute; all of it is idempotent.
+
+Temporal Cloud has both made by its owner and shows an application neither: there, what is missing is
+told by the refusal of the first workflow.
 """
 
+import logging
 from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
@@ -16,6 +20,10 @@ from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest, Register
 from temporalio.client import Client
 from temporalio.common import SearchAttributeKey
 from temporalio.service import RPCError, RPCStatusCode
+
+from domain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 RUN = SearchAttributeKey.for_keyword("RollbookRun")
 STAGE = SearchAttributeKey.for_keyword("RollbookStage")
@@ -37,6 +45,8 @@ SEARCH_ATTRIBUTES = (
     RESUBMISSIONS,
     DUE,
 )
+
+_NOT_OURS = frozenset({RPCStatusCode.PERMISSION_DENIED, RPCStatusCode.UNIMPLEMENTED})
 
 RETENTION = timedelta(days=30)
 """How long Temporal remembers closed workflows. What must last stands in the ledger."""
@@ -78,9 +88,20 @@ async def _register_namespace(client: Client) -> None:
 
 async def _ensure_search_attributes(client: Client) -> None:
     service = client.operator_service
-    listed = await service.list_search_attributes(
-        ListSearchAttributesRequest(namespace=client.namespace)
-    )
+    try:
+        listed = await service.list_search_attributes(
+            ListSearchAttributesRequest(namespace=client.namespace)
+        )
+    except RPCError as error:
+        if error.status not in _NOT_OURS:
+            raise
+        logger.info(
+            "namespace %s does not show its search attributes (%s); docs/cluster.md lists those it "
+            "must have",
+            client.namespace,
+            error.status.name,
+        )
+        return
     missing = {
         key.name: IndexedValueType.ValueType(key.indexed_value_type)
         for key in SEARCH_ATTRIBUTES
@@ -93,5 +114,11 @@ async def _ensure_search_attributes(client: Client) -> None:
             AddSearchAttributesRequest(namespace=client.namespace, search_attributes=missing)
         )
     except RPCError as error:
+        if error.status in _NOT_OURS:
+            raise ConfigError(
+                f"namespace {client.namespace!r} lacks the search attributes "
+                f"{', '.join(sorted(missing))}, and this identity may not add them; docs/cluster.md "
+                "says how its owner does"
+            ) from error
         if error.status is not RPCStatusCode.ALREADY_EXISTS:
             raise

@@ -22,7 +22,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities import namespace
-from domain import failpoints
+from domain import failpoints, tracing
 from domain.ids import publish_workflow_id
 from domain.messages import WORKFLOW_QUEUE, CancelSample, Close, GroupIn, PublishIn
 from storage import outbox
@@ -89,7 +89,8 @@ class Relay:
     async def _try(self, command: Command) -> Exception | None:
         async with self._slots:
             try:
-                await self._deliver(command)
+                with tracing.continued(command.payload):
+                    await self._deliver(command)
             except (RPCError, LookupError, TypeError, ValueError) as error:
                 return error
         return None

@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from domain import tracing
 from domain.capabilities import BUILT_IN
 from domain.ids import policy_version
 from engine import fields, refusals
@@ -92,15 +93,19 @@ class Engine:
             kv_max_staleness=fields.integer(body, "kv_max_staleness", 0, least=0),
         )
         sha256 = self._residents.policies()[name]
-        self._scheduler.submit(request)
-        gone = asyncio.create_task(fields.disconnected(http))
-        either: list[asyncio.Future[Any]] = [answer, gone]
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            if not answer.done():
-                self._scheduler.cancel(request)
+        with (
+            tracing.continued(http.headers),
+            tracing.span("sample", policy=name, prompt_tokens=len(request.prompt)),
+        ):
+            self._scheduler.submit(request)
+            gone = asyncio.create_task(fields.disconnected(http))
+            either: list[asyncio.Future[Any]] = [answer, gone]
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gone.cancel()
+                if not answer.done():
+                    self._scheduler.cancel(request)
         if not answer.done():
             return Response(status_code=499)
         result = answer.result()

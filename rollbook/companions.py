@@ -21,6 +21,7 @@ from domain.config import RunConfig
 from domain.environments import samples_at_gateway
 from domain.errors import RollbookError
 from domain.services import Services
+from rollbook import traces
 from rollbook.launch import Job
 from rollbook.own_config import Located
 from rollbook.stack.stack import Stack
@@ -70,6 +71,7 @@ class Companions:
         """
         if self._job is not None:
             return
+        traces.start("loop", os.environ)
         here = located.reference is None or located.reference != config.tasks.source
         gateway = samples_at_gateway(located.source)
         job = Job(

@@ -10,9 +10,9 @@ import psycopg
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from activities.payloads import MESSAGES
 from domain.errors import ConfigError
 from domain.services import VARIABLES, Services
+from rollbook import temporal
 from rollbook.stack import stack as stacks
 from rollbook.stack.stack import Stack
 from rollbook.stack.state import StateFolder
@@ -23,8 +23,6 @@ _NOWHERE = "nowhere"
 _ELSEWHERE = {
     VARIABLES["temporal_address"]: _NOWHERE,
     VARIABLES["s3_endpoint"]: _NOWHERE,
-    VARIABLES["s3_access_key"]: "-",
-    VARIABLES["s3_secret_key"]: "-",
 }
 
 STATE = Path(".rollbook")
@@ -67,11 +65,7 @@ class Looking:
         if self.services.temporal_address == _NOWHERE:
             return None
         try:
-            return await Client.connect(
-                self.services.temporal_address,
-                namespace=self.services.temporal_namespace,
-                data_converter=MESSAGES,
-            )
+            return await temporal.connect(self.services)
         except (RPCError, RuntimeError):  # RuntimeError: nothing listens there
             return None
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from domain import failpoints, holders
+from domain import failpoints, holders, tracing
 from domain.config import RunConfig
 from domain.errors import ConfigError, DataChanged, LedgerError, RunExists, RunNotFound
 from domain.services import Services
@@ -193,8 +193,9 @@ class OwnRun:
                 f'exact = "order" samples from weights that are kept only: take state_dict() (and '
                 f"save it) after every step; step {step} of run {self.name} was not"
             )
-        publishing.publish_if_due(self._desk, self._publisher, updates, weights)
-        answer = self._consumer.next_plan(step)
+        with tracing.span("step", run=self.name, step=step):
+            publishing.publish_if_due(self._desk, self._publisher, updates, weights)
+            answer = self._consumer.next_plan(step)
         if isinstance(answer, End):
             raise DataChanged(
                 f"run {self.name} recorded that its data ends before batch {step}; restore the "

@@ -25,12 +25,12 @@ from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities import namespace
-from activities.payloads import MESSAGES
 from domain import holders, sources
 from domain.config import RunConfig
 from domain.environments import Source
 from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, rollout_queue
 from domain.services import Services
+from rollbook import temporal
 from storage.database import Ledger, check_schema
 
 logger = logging.getLogger(__name__)
@@ -162,11 +162,7 @@ async def connect(services: Services) -> Client:
     """A client whose namespace and search attributes exist; waits for Temporal to come up."""
     while True:
         try:
-            client = await Client.connect(
-                services.temporal_address,
-                namespace=services.temporal_namespace,
-                data_converter=MESSAGES,
-            )
+            client = await temporal.connect(services)
             await namespace.ensure(client)
         except (RPCError, RuntimeError) as error:  # RuntimeError: nothing listens there
             logger.warning("Temporal at %s: %s", services.temporal_address, error)

@@ -93,6 +93,7 @@ class ObjectStore:
             endpoint_url=services.s3_endpoint,
             aws_access_key_id=services.s3_access_key,
             aws_secret_access_key=services.s3_secret_key,
+            aws_session_token=services.s3_session_token,
             region_name=services.s3_region,
             config=Config(
                 signature_version="s3v4",
@@ -124,7 +125,8 @@ class ObjectStore:
             if _code(error) in _REFUSED:
                 raise ConfigError(
                     f"{where} refuses the keys for bucket {self.bucket!r} ({_code(error)}); check "
-                    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and their rights on the bucket"
+                    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (without them, what boto3's own chain "
+                    "of credentials finds), and their rights on the bucket"
                 ) from error
             raise ConfigError(f"{where} does not serve bucket {self.bucket!r}: {error}") from error
         except BotoCoreError as error:

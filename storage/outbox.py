@@ -13,12 +13,15 @@ ledger anyhow.
     deadline       workflow id               workflow_id
     close_group    workflow id               workflow_id, cause
     publish        workflow id               run, version
+
+Each carries the `traceparent` of the span that decided it, where traces are on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from domain import tracing
 from storage.database import Tx, jsonb
 
 REFUSALS = 8
@@ -43,7 +46,7 @@ class Command:
 
 def add(tx: Tx, run: str, kind: Kind, commands: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
     """Insert `(key, payload)` commands; one that exists already stays as it is."""
-    rows = [(run, kind, key, jsonb(payload)) for key, payload in commands]
+    rows = [(run, kind, key, jsonb({**payload, **tracing.carrier()})) for key, payload in commands]
     if rows:
         with tx.cursor() as cursor:
             cursor.executemany(
@@ -59,8 +62,22 @@ def repeat(tx: Tx, run: str, kind: Kind, key: str, payload: Mapping[str, Any]) -
         "INSERT INTO outbox(run_id, kind, key, payload) VALUES (%s, %s, %s, %s) "
         "ON CONFLICT (run_id, kind, key) DO UPDATE SET done_at = NULL, payload = excluded.payload, "
         "due_at = now(), refusals = 0, set_aside_at = NULL",
-        (run, kind, key, jsonb(payload)),
+        (run, kind, key, jsonb({**payload, **tracing.carrier()})),
     )
+
+
+def traceparents(tx: Tx, run: str, groups: Sequence[int]) -> list[str]:
+    """Of the spans that submitted these groups, where they were traced and not purged since."""
+    rows = tx.execute(
+        """
+        SELECT DISTINCT o.payload->>'traceparent' AS traceparent
+        FROM groups g JOIN outbox o
+            ON (o.run_id, o.kind, o.key) = (g.run_id, 'start_group', g.workflow_id)
+        WHERE g.run_id = %s AND g.group_id = ANY(%s) AND o.payload ? 'traceparent'
+        """,
+        (run, list(groups)),
+    ).fetchall()
+    return [row["traceparent"] for row in rows]
 
 
 def claim(tx: Tx, limit: int = 100) -> list[Command]:

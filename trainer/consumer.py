@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from domain import failpoints
+from domain import failpoints, tracing
 from domain.errors import Fenced, PlatformAway, RollbookError, RunStopped, SourceBroken
 from domain.rollouts import Rollout, Task
-from storage import outages, segments, steps, tasks
+from storage import outages, outbox, segments, steps, tasks
 from storage.database import Ledger, Tx
 from storage.steps import Planned
 from storage.tasks import HandedOver
@@ -85,6 +85,9 @@ class Consumer:
     def next_plan(self, step: int, *, idle: Callable[[], None] = lambda: None) -> Planned | End:
         """Hand over and plan until the step has its groups.
 
+        Groups that are submitted here continue this trace; the current span is linked to the ones
+        that submitted what the step trains.
+
         Args:
             step: the next step.
             idle: called once in a long wait, when time costs nothing; by all ranks at once.
@@ -95,6 +98,14 @@ class Consumer:
             RunStopped, SourceBroken: the run was ended from outside.
             PlatformAway: what the run waits for has not moved for longer than it may.
         """
+        with tracing.span("plan", run=self.run, step=step):
+            answer = self._planned(step, idle)
+        if tracing.is_on() and isinstance(answer, Planned):
+            groups = sorted({row.group for row in answer.rows})
+            tracing.link(self.ledger.call(outbox.traceparents, self.run, groups))
+        return answer
+
+    def _planned(self, step: int, idle: Callable[[], None]) -> Planned | End:
         idled, looked = False, 0.0
         while True:
             answer = self.ranks.together("plan", lambda: self._poll(step))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from domain import failpoints
+from domain import failpoints, tracing
 from domain.errors import EngineUnavailable
 from storage import manifests, outages, runs, versions
 from storage.database import Ledger, Tx
@@ -104,7 +104,8 @@ class Publisher:
         """`publish`, if the served version is too far behind."""
         served = self.ledger.call(versions.served, self.run)
         if served is None or version - served >= self.sync_every:
-            self.publish(version, first=first)
+            with tracing.span("publish", run=self.run, version=version):
+                self.publish(version, first=first)
 
     def publish(self, version: int, *, first: bool = False) -> None:
         """Publish `version`, which the policy holds, and wait until it is served.

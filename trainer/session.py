@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from domain import failpoints
+from domain import failpoints, tracing
 from domain.errors import LedgerError
 from domain.rollouts import Rollout
 from storage import checkpoints, runs, steps
@@ -94,31 +94,42 @@ class Session:
         first = self.found.first_version
         while True:
             self.ranks.together("check", self.workshop.waits.check)
-            publish = partial(self.publisher.publish_if_due, self.version)
-            self.ranks.first("publish", partial(publish, first=self.version == first))
-            plan = self.consumer.next_plan(self.step, idle=self.checkpoint)
-            if isinstance(plan, End):
-                log.info("run %s ends: %s", self.workshop.run, plan.reason)
-                self.checkpoint()
+            with tracing.span("step", run=self.workshop.run, step=self.step):
+                done = self._step(first)
+            if isinstance(done, End):
+                log.info("run %s ends: %s", self.workshop.run, done.reason)
                 return
+            if done is not None:
+                self.watcher(done)
+
+    def _step(self, first: int) -> Trained | End | None:
+        """Train one step; None from all ranks but the one that books it."""
+        publish = partial(self.publisher.publish_if_due, self.version)
+        self.ranks.first("publish", partial(publish, first=self.version == first))
+        plan = self.consumer.next_plan(self.step, idle=self.checkpoint)
+        if isinstance(plan, End):
+            self.checkpoint()
+            return plan
+        with tracing.span("compute", groups=len(plan.rows)):
             read = partial(batch.read, self.workshop.ledger, self.consumer, plan)
             planned = self.ranks.together("read", read)
             outcome = self._compute(plan, planned)
+        with tracing.span("apply"):
             booked = self._apply(plan, outcome)
-            self._advance(outcome)
-            self._checkpoint_if_due()
-            watch = self.guard.watch
-            ledger, run = self.workshop.ledger, self.workshop.run
-            self.ranks.first("watch", partial(watch, ledger, run, outcome.metrics))
-            if booked is not None:
-                self.watcher(
-                    Trained(
-                        step=plan.step,
-                        version=self.version,
-                        metrics=booked.metrics,
-                        rollouts=planned.rollouts,
-                    )
-                )
+        self._advance(outcome)
+        tracing.note(version=self.version, updated=outcome.updated)
+        self._checkpoint_if_due()
+        watch = self.guard.watch
+        ledger, run = self.workshop.ledger, self.workshop.run
+        self.ranks.first("watch", partial(watch, ledger, run, outcome.metrics))
+        if booked is None:
+            return None
+        return Trained(
+            step=plan.step,
+            version=self.version,
+            metrics=booked.metrics,
+            rollouts=planned.rollouts,
+        )
 
     def checkpoint(self) -> None:
         """Make the present step durable."""
@@ -167,7 +178,8 @@ class Session:
 
     def _checkpoint_if_due(self) -> None:
         if self.step - self.saved >= self.learner.config.checkpoint.every:
-            self.checkpoint()
+            with tracing.span("checkpoint", step=self.step):
+                self.checkpoint()
 
     def _compute(self, plan: Planned, planned: Batch) -> Outcome:
         """The step's effect on the weights: a function of its plan and the weights before it."""

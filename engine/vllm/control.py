@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import httpx
 
+from domain import tracing
 from domain.errors import EngineRefused, EngineUnavailable
 
 PROBE_PATIENCE_S = 120.0
@@ -61,7 +62,9 @@ class Control:
     async def generate(self, body: Mapping[str, Any]) -> Answer:
         """Sample. Being cancelled closes the connection, which aborts the request."""
         try:
-            answer = await self._http.post("/inference/v1/generate", json=body, timeout=None)
+            answer = await self._http.post(
+                "/inference/v1/generate", json=body, timeout=None, headers=tracing.carrier()
+            )
         except httpx.TransportError as error:
             raise self._away("/inference/v1/generate", error) from error
         return Answer(answer.status_code, answer.content)

@@ -23,6 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from domain import tracing
 from domain.errors import EngineUnavailable
 from domain.ids import policy_version
 from engine import fields, refusals
@@ -80,7 +81,8 @@ class Front:
             sha256 = self._residents.policies()[name]
             body["model"] = self._residents.model(name)
             body["cache_salt"] = _salt(fields.text(body, "cache_salt", ""), request.anchor)
-            asking = asyncio.create_task(self._server.control.generate(body))
+            with tracing.continued(http.headers):
+                asking = asyncio.create_task(self._server.control.generate(body))
             gone = asyncio.create_task(fields.disconnected(http))
             try:
                 await asyncio.wait([asking, gone], return_when=asyncio.FIRST_COMPLETED)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote, urlencode
 
 import psycopg
 import typer
@@ -77,6 +78,7 @@ def reader(
         str | None,
         typer.Option(envvar="ROLLBOOK_READER_PASSWORD", help="Default: a new random one."),
     ] = None,
+    silent: Annotated[bool, typer.Option(help="Print nothing: logs should not know it.")] = False,
     state: State = STATE,
     json: Json = False,
 ) -> None:
@@ -88,6 +90,8 @@ def reader(
     with database_url(state) as address, closing(ledger_at(address, own=False)) as ledger:
         ledger.call(readers.grant, name, chosen)
         url = reader_url(address, name, chosen)
+    if silent:
+        return
     if json:
         print_json({"url": url})
     else:
@@ -97,7 +101,8 @@ def reader(
 def reader_url(url: str, name: str, password: str) -> str:
     """The database's URL with the reader's name and password."""
     parts = conninfo.conninfo_to_dict(url)
-    return (
-        f"postgresql://{name}:{password}@{parts.get('host', 'localhost')}:{parts.get('port', 5432)}"
-        f"/{parts.get('dbname', '')}"
-    )
+    place = f"{parts.pop('host', 'localhost')}:{parts.pop('port', 5432)}/{parts.pop('dbname', '')}"
+    parts.pop("user", None)
+    parts.pop("password", None)
+    rest = f"?{urlencode(parts)}" if parts else ""  # sslmode and the like
+    return f"postgresql://{name}:{quote(password, safe='')}@{place}{rest}"

@@ -17,6 +17,7 @@ import typer
 from domain import holders
 from domain.errors import Fenced
 from domain.services import vllm_python
+from rollbook import traces
 from rollbook.connect import STATE, services_for
 from rollbook.output import console, log_to_stderr, print_event, print_json, say
 
@@ -55,6 +56,7 @@ def worker(
     from rollbook.workers import run_worker
 
     log_to_stderr(logging.INFO, json=json)
+    traces.start(f"worker-{kind}", os.environ)
     services = services_for(state)
     asyncio.run(
         run_worker(
@@ -90,6 +92,7 @@ def trainer(
     from trainer.loop import run as train
 
     log_to_stderr(logging.INFO, json=json)
+    traces.start("trainer", os.environ)
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
@@ -187,6 +190,7 @@ def engine(
     Example: `rollbook engine --port 8100`
     """
     log_to_stderr(logging.INFO, json=json)
+    traces.start("engine", os.environ)
     if kind == "builtin":
         from engine.main import serve
 
@@ -239,6 +243,7 @@ def gateway(
     from rollbook.gateway import serve
 
     log_to_stderr(logging.INFO, json=json)
+    traces.start("gateway", os.environ)
     asyncio.run(serve(services_for(state), host=host, port=port, cache=state / "cache"))
 
 

@@ -65,18 +65,20 @@ def check_postgres(services: Services) -> None:
 
 def check_temporal(services: Services) -> None:
     """Connect, and ask the frontend for its namespace; one that is missing is made later."""
-    asyncio.run(_check_temporal(services.temporal_address, services.temporal_namespace))
+    asyncio.run(_check_temporal(services))
 
 
-async def _check_temporal(address: str, namespace: str) -> None:
+async def _check_temporal(services: Services) -> None:
     from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
-    from temporalio.client import Client
     from temporalio.service import RPCError, RPCStatusCode
 
+    from rollbook import temporal
+
+    address, namespace = services.temporal_address, services.temporal_namespace
     variable = VARIABLES["temporal_address"]
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            client = await Client.connect(address, namespace=namespace)
+            client = await temporal.connect(services)
             await client.workflow_service.describe_namespace(
                 DescribeNamespaceRequest(namespace=namespace)
             )
@@ -86,7 +88,8 @@ async def _check_temporal(address: str, namespace: str) -> None:
     except (RuntimeError, ValueError, TimeoutError) as error:
         why = str(error) or f"no answer within {_PATIENCE_S:g} s"
         raise ConfigError(
-            f"{variable} = {address}: no connection to Temporal: {why}; check host:port"
+            f"{variable} = {address}: no connection to Temporal: {why}; check host:port, and "
+            f"whether it talks TLS ({VARIABLES['temporal_tls']})"
         ) from error
 
 

@@ -65,7 +65,7 @@ class Parts:
 
     def addresses(self, embedded: tuple[str, ...]) -> dict[str, str]:
         """What to set in the environment to reach them."""
-        known: dict[str, str] = {}
+        known = dict.fromkeys(variables_of(embedded), "")
         if "postgres" in embedded:
             known[VARIABLES["database_url"]] = self.postgres().url()
         if "temporal" in embedded:
@@ -179,6 +179,14 @@ def option(name: str) -> str:
 
 _FIELDS = {
     "postgres": ("database_url",),
-    "temporal": ("temporal_address", "temporal_ui"),
-    "s3": ("s3_endpoint", "s3_access_key", "s3_secret_key", "s3_region"),
+    "temporal": (
+        "temporal_address",
+        "temporal_ui",
+        "temporal_api_key",
+        "temporal_tls",
+        "temporal_tls_ca",
+        "temporal_tls_cert",
+        "temporal_tls_key",
+    ),
+    "s3": ("s3_endpoint", "s3_access_key", "s3_secret_key", "s3_session_token", "s3_region"),
 }

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
+from rollbook.sinks import prometheus
 from tests.short_run import RUN, ShortRun
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,6 +33,39 @@ SHOWN = 8
 def questions() -> list[tuple[str, str, str]]:
     found = QUESTION.finditer(DOCUMENT.read_text("utf-8"))
     return [(m["question"], m["query"], m["answer"]) for m in found]
+
+
+BOARD = DOCUMENT.parents[1] / "deploy" / "grafana" / "dashboards" / "rollbook.json"
+
+
+def test_every_panel_of_the_dashboard_answers_on_a_real_run(short_run: ShortRun) -> None:
+    """As Grafana asks: by the role that can only read, its variables filled in."""
+    board = json.loads(BOARD.read_text("utf-8"))
+    (choice,) = board["templating"]["list"]
+    assert ask(short_run.reader_url, choice["query"]) == [{"run_id": RUN}]
+    empty = []
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            if "rawSql" not in target:
+                continue
+            query = re.sub(
+                r"\$__timeFilter\((\w+)\)", r"\1 > now() - interval '1 day'", target["rawSql"]
+            )
+            rows = ask(short_run.reader_url, query.replace("$run", RUN))
+            if not rows:
+                empty.append(panel["title"])
+            for row in rows if panel["type"] in ("trend", "timeseries") else ():
+                plotted = [v for name, v in row.items() if name not in ("time", "step", "version")]
+                assert all(v is None or isinstance(v, float | int | Decimal) for v in plotted)
+    assert empty == ["Stuck rollouts"]
+
+
+def test_the_dashboard_asks_prometheus_for_what_is_exported() -> None:
+    board = json.loads(BOARD.read_text("utf-8"))
+    asked = " ".join(t.get("expr", "") for p in board["panels"] for t in p["targets"])
+    names = set(re.findall(r"rollbook_\w+", asked))
+    assert names
+    assert names <= set(prometheus.QUERIES)
 
 
 def ask(url: str, query: str) -> list[dict[str, Any]]:

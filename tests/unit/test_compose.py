@@ -1,6 +1,7 @@
 """docker-compose.yml starts the commands the CLI has, with the variables the code reads."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,21 @@ from rollbook.cli import app
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
-OURS = {name: s for name, s in SERVICES.items() if s.get("image") == "rollbook:local"}
+OURS = {name: s for name, s in SERVICES.items() if s.get("image", "").startswith("rollbook")}
 FILLED = {"ROLLBOOK_CONFIG": "runs/run.toml", "ROLLBOOK_RUN": "r", "ROLLBOOK_ENVIRONMENT": "e"}
+SECRETS = ("PG_PASSWORD", "S3_KEY", "S3_SECRET", "READER_PASSWORD", "GRAFANA_PASSWORD")
+ONCE = {"migrate", "create", "reader", "temporal-schema", "temporal-init"}
+ELSEWHERE = {
+    "ROLLBOOK_TEMPORAL_UI",
+    "ROLLBOOK_ENGINES_RUN",
+    *(
+        v
+        for v in VARIABLES.values()
+        if v.startswith(("ROLLBOOK_TEMPORAL_TLS", "ROLLBOOK_TEMPORAL_API"))
+    ),
+    "AWS_SESSION_TOKEN",
+}
+"""What a stack of its own has no use for."""
 
 
 def filled(word: str) -> str:
@@ -24,7 +38,32 @@ def filled(word: str) -> str:
 
 def test_the_run_consists_of_these_processes() -> None:
     workers = {"worker-workflows", "worker-ledger", "worker-rollouts"}
-    assert set(OURS) == {"migrate", "create", "engine", "gateway", "trainer"} | workers
+    always = {"migrate", "create", "gateway"} | workers
+    profiles: dict[str, set[str]] = {}
+    for name, service in SERVICES.items():
+        for profile in service.get("profiles", [""]):
+            profiles.setdefault(profile, set()).add(name)
+    assert profiles.keys() == {"", "cpu", "gpu", "observe"}
+    assert profiles[""] & set(OURS) == always
+    assert profiles["cpu"] == {"engine", "trainer"}
+    assert profiles["gpu"] == {"engine-gpu", "trainer-gpu"}
+    assert profiles["observe"] == {"reader", "metrics", "prometheus", "grafana"}
+
+
+def test_gpu_services_get_gpus_and_answer_to_the_same_name() -> None:
+    for name in ("engine-gpu", "trainer-gpu"):
+        (devices,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert (devices["driver"], devices["capabilities"]) == ("nvidia", ["gpu"])
+    assert SERVICES["engine-gpu"]["networks"]["default"]["aliases"] == ["engine"]
+    target = SERVICES["engine-gpu"]["build"]["target"]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.search(rf"^FROM .* AS {target}$", dockerfile, re.MULTILINE)
+    assert re.search(
+        rf"^FROM .* AS {SERVICES['engine']['build']['target']}$", dockerfile, re.MULTILINE
+    )
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (pinned,) = wanted["optional-dependencies"]["vllm"]
+    assert f"vllm/vllm-openai:v{pinned.removeprefix('vllm==')}" in dockerfile
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -43,8 +82,8 @@ def test_each_command_is_one_the_cli_accepts(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_each_process_gets_the_variables_that_services_need(name: str) -> None:
     given = set(OURS[name]["environment"])
-    assert given <= set(VARIABLES.values())
-    assert given >= set(VARIABLES.values()) - {"ROLLBOOK_TEMPORAL_UI", "ROLLBOOK_ENGINES_RUN"}
+    assert given <= {*VARIABLES.values(), "ROLLBOOK_READER_PASSWORD"}
+    assert given >= set(VARIABLES.values()) - ELSEWHERE
 
 
 def test_ports_are_bound_to_loopback_only() -> None:
@@ -55,7 +94,7 @@ def test_ports_are_bound_to_loopback_only() -> None:
 
 def test_secrets_have_no_default() -> None:
     text = (ROOT / "docker-compose.yml").read_text()
-    for secret in ("PG_PASSWORD", "S3_KEY", "S3_SECRET"):
+    for secret in SECRETS:
         uses = re.findall(rf"\$\{{{secret}([^}}]*)\}}", text)
         assert uses
         assert all(use.startswith(":?") for use in uses), secret
@@ -65,8 +104,7 @@ def test_secrets_have_no_default() -> None:
 def test_images_are_pinned() -> None:
     for name, service in SERVICES.items():
         image = service["image"]
-        assert ":" in image, name
-        assert not image.endswith(":latest"), name
+        assert re.search(r":(\d|v\d|local$)", image), name
 
 
 @pytest.mark.parametrize(
@@ -74,3 +112,31 @@ def test_images_are_pinned() -> None:
 )
 def test_processes_get_time_to_stop(name: str) -> None:
     assert int(OURS[name]["stop_grace_period"].rstrip("s")) >= 60
+
+
+def test_what_serves_has_a_health_check_and_what_runs_once_is_waited_for() -> None:
+    """Workers have none: they answer nothing; the supervisor sees that they live."""
+    quiet = {n for n in SERVICES if n.startswith(("worker", "trainer"))} | {"temporal-ui"}
+    for name, service in SERVICES.items():
+        assert ("healthcheck" in service) == (name not in ONCE | quiet), name
+    for name, service in SERVICES.items():
+        for needed, how in service.get("depends_on", {}).items():
+            wanted = "service_completed_successfully" if needed in ONCE else "service_healthy"
+            assert how["condition"] == wanted, (name, needed)
+
+
+@pytest.mark.parametrize(
+    "mounted", sorted(m for s in SERVICES.values() for m in s.get("volumes", []) if ":ro" in m)
+)
+def test_what_is_mounted_is_there(mounted: str) -> None:
+    source = mounted.split(":")[0]
+    assert source == "./runs" or (ROOT / source).exists()
+
+
+def test_prometheus_scrapes_what_serves_figures() -> None:
+    scraped = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())["scrape_configs"]
+    targets = {t for job in scraped for c in job["static_configs"] for t in c["targets"]}
+    assert targets == {"metrics:9464", "engine:8100"}
+    for target in targets:
+        name, port = target.split(":")
+        assert port in SERVICES[name]["command"]
