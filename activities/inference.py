@@ -3,7 +3,8 @@
 Speaks vLLM's `/inference/v1/generate` and `abort_requests`, and rollbook's `load`, `unload` and
 `health`. Every answer is checked (`activities/answers.py`) before anyone sees it.
 
-    EngineUnavailable   connection, time-out, 5xx, 429, a policy that it has not: another engine may do
+    EngineUnavailable   connection, time-out, 5xx, a policy that it has not: another engine may do
+    EngineBusy          429: another engine may do, or the same a moment later
     EngineRefused       4xx, with the engine's own words
     WrongVersion        other weights than those named
 
@@ -30,7 +31,7 @@ from activities.answers import Generated, SamplingParams, expansion, generated, 
 from activities.connections import Connections
 from activities.liveness import HEALTH_TIMEOUT_S, Liveness
 from domain import tracing
-from domain.errors import EngineError, EngineRefused, EngineUnavailable, WrongVersion
+from domain.errors import EngineBusy, EngineError, EngineRefused, EngineUnavailable, WrongVersion
 
 ABORT_PATIENCE_S = 2.0
 LONG_B = 65_536
@@ -317,7 +318,9 @@ class EngineClient:
         status = answer.status_code
         if status == 404 and absent:
             return answer
-        if status == 429 or status >= 500 or status == 499 or _has_restarted(answer):
+        if status == 429:
+            raise EngineBusy(f"engine {engine_url}{path} answered 429: {answer.text[:500]}")
+        if status >= 500 or status == 499 or _has_restarted(answer):
             raise EngineUnavailable(
                 f"engine {engine_url}{path} answered {status}: {answer.text[:500]}"
             )

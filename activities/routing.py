@@ -2,7 +2,7 @@
 
 The ledger says which live engines acknowledged which version; that answer is reused for a second.
 An engine that just failed rests for a while, longer each time, and is asked again only after that
-or when there is no other.
+or when there is no other. One that is full rests too, but no longer each time: it works.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from domain.errors import EngineUnavailable
+from domain.errors import EngineBusy, EngineUnavailable
 from domain.ids import policy_name
 from storage import versions
 from storage.database import Ledger
@@ -86,6 +86,9 @@ class Router:
         try:
             yield url
             engine.failures = 0
+        except EngineBusy:
+            engine.rests_until = self._clock() + REST_S
+            raise
         except EngineUnavailable:
             engine.failures += 1
             rest = min(REST_S * 2 ** (engine.failures - 1), LONGEST_REST_S)

@@ -302,6 +302,9 @@ class Engine(Section):
     """Versions held at once. vLLM holds so many adapters, but only one version of full weights."""
     max_batch: Positive = 64
     """Requests decoded together."""
+    max_waiting: NonNegative = 1024
+    """Requests an engine takes beyond those, of all workers; more are sent away and ask again, here or
+    at another engine."""
     threads: Positive | None = None
     arguments: tuple[str, ...] = ()
     """Further flags of `vllm serve`."""

@@ -93,6 +93,10 @@ class EngineUnavailable(EngineError):
     """Connection error, time-out or 5xx: the request may be tried on another engine."""
 
 
+class EngineBusy(EngineUnavailable):
+    """The engine has as many requests as it takes: nothing is wrong with it."""
+
+
 class EngineRefused(EngineError):
     """4xx: the engine will refuse this request every time."""
 

@@ -218,6 +218,7 @@ def engine_options(config: RunConfig) -> list[str]:
     """Options of `rollbook engine` for a run's own engine."""
     e = config.engine
     options = ["--max-resident", str(e.max_resident), "--max-batch", str(e.max_batch)]
+    options += ["--max-waiting", str(e.max_waiting)]
     if e.threads:
         options += ["--threads", str(e.threads)]
     if e.kind == "vllm":

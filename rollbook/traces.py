@@ -10,6 +10,7 @@ Workflows are traced by Temporal's own interceptor, which adds headers and never
 histories replay with it and without it.
 """
 
+import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from domain import tracing
 from domain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
     from opentelemetry.trace import Tracer
     from temporalio.client import Interceptor
 
@@ -89,9 +91,25 @@ def _provider(chosen: str, process: str, environ: Mapping[str, str]) -> Any:
 
         sending = OTLPSpanExporter()
     name = environ.get("OTEL_SERVICE_NAME") or f"rollbook-{process}"
-    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider = TracerProvider(
+        resource=Resource.create({SERVICE_NAME: name}), id_generator=_unseeded()
+    )
     provider.add_span_processor(BatchSpanProcessor(sending))
     return provider
+
+
+def _unseeded() -> "IdGenerator":
+    """Ids that a trainer's seeds neither repeat nor are moved by: the SDK's own draw from `random`."""
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class Unseeded(RandomIdGenerator):
+        def generate_span_id(self) -> int:
+            return secrets.randbits(64) or 1
+
+        def generate_trace_id(self) -> int:
+            return secrets.randbits(128) or 1
+
+    return Unseeded()
 
 
 def interceptors() -> "list[Interceptor]":

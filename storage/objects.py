@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from domain.errors import ConfigError, DigestMismatch, ObjectError, ObjectMissing
 from domain.services import Services
@@ -129,6 +129,11 @@ class ObjectStore:
                     "of credentials finds), and their rights on the bucket"
                 ) from error
             raise ConfigError(f"{where} does not serve bucket {self.bucket!r}: {error}") from error
+        except NoCredentialsError as error:
+            raise ConfigError(
+                f"{where}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what "
+                "boto3's own chain looks for (AWS_PROFILE, a web identity, a role of the machine)"
+            ) from error
         except BotoCoreError as error:
             raise ConfigError(f"{where} cannot be used: {error}") from error
         if won != [True, False]:

@@ -23,7 +23,7 @@ def _descendants(error: type[Exception]) -> set[type[Exception]]:
     return {error}.union(*(_descendants(child) for child in error.__subclasses__()))
 
 
-TRANSIENT = {errors.EngineUnavailable}
+TRANSIENT = {errors.EngineUnavailable, errors.EngineBusy}
 """Errors that another try may not meet."""
 
 FINAL = sorted(

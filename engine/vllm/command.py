@@ -29,6 +29,8 @@ class Settings:
     """Interpreter of the environment that has vLLM."""
     max_batch: int = 64
     """Requests decoded together."""
+    max_waiting: int = 1024
+    """Requests beyond those; more are answered 429. vLLM itself would queue without a bound."""
     max_context: int | None = None
     """Tokens of the longest context; None: the model's positions."""
     adapters: int = 0

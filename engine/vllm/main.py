@@ -19,8 +19,6 @@ from storage.objects import ObjectStore
 log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 GRACE_S = 5
-MAX_WAITING = 1024
-"""Requests beyond `max_batch`; more are answered 429. vLLM itself would queue without a bound."""
 
 
 def serve(
@@ -71,7 +69,7 @@ def make_server(
         strategy,
         server,
         source,
-        most=settings.max_batch + MAX_WAITING,
+        most=settings.max_batch + settings.max_waiting,
         capabilities=of_vllm(
             adapters=settings.adapters > 0,
             kept_sets=settings.sampling_masks,

@@ -163,6 +163,9 @@ def engine(
         typer.Option(help="Policy versions held at once; vLLM holds one, or so many adapters."),
     ] = 4,
     max_batch: Annotated[int, typer.Option(help="Requests decoded together.")] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests taken beyond those; more are sent away and ask again.")
+    ] = 1024,
     threads: Annotated[int | None, typer.Option(help="Threads on a CPU.")] = None,
     max_context: Annotated[
         int | None, typer.Option(help="vllm: tokens of the longest context.")
@@ -200,6 +203,7 @@ def engine(
             port=port,
             max_resident=max_resident,
             max_batch=max_batch,
+            max_waiting=max_waiting,
             threads=threads,
             cache=state / "cache",
         )
@@ -212,6 +216,7 @@ def engine(
         Settings(
             python=vllm_python(os.environ) or Path(sys.executable),
             max_batch=max_batch,
+            max_waiting=max_waiting,
             max_context=max_context,
             adapters=max_resident if lora_rank else 0,
             lora_rank=lora_rank,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from activities.routing import FRESH_S, STICKINESS, Router
-from domain.errors import EngineUnavailable
+from activities.routing import FRESH_S, REST_S, STICKINESS, Router
+from domain.errors import EngineBusy, EngineUnavailable
 
 Make = Callable[..., Any]
 
@@ -113,6 +113,27 @@ async def test_a_failing_engine_rests_longer_each_time_and_is_asked_when_alone(m
     assert await chosen() == "one"  # both rest; this one wakes first
     clock.now += 20
     assert await chosen() == "one"
+
+
+async def test_a_full_engine_rests_and_no_longer_each_time(make: Make) -> None:
+    b = make()
+    fleet(b, one=(0,), two=(0,))
+    clock = Clock()
+    router = Router(b.ledger, clock=clock)
+    chosen = []
+
+    async def ask(*, full: bool) -> None:
+        async with router.engine(b.run, 0, prefer="one") as url:
+            chosen.append(url)
+            if full:
+                raise EngineBusy("full")
+
+    for _ in range(5):
+        with pytest.raises(EngineBusy):
+            await ask(full=True)
+        await ask(full=False)
+        clock.now += REST_S + 0.1
+    assert chosen == ["one", "two"] * 5
 
 
 async def test_the_ledger_is_asked_at_most_once_a_second(make: Make) -> None:
