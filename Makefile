@@ -56,12 +56,12 @@ test-ui: $(READY)  ## what people see, in an installed Chromium (says how to ins
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check selenium
 	$(HERE) $(BIN)/python -m pytest -m ui -rs tests/ui
 
-check: $(READY)  ## format, lint, types, import directions, migrations equal tables
+check: $(READY)  ## format, lint, types, import directions, migrations equal tables, compose file
 	$(HERE) $(BIN)/ruff format --check .
 	$(HERE) $(BIN)/ruff check .
 	$(HERE) $(BIN)/mypy .
 	$(HERE) $(BIN)/lint-imports
-	$(HERE) $(BIN)/python -m pytest -q tests/integration/test_schema.py
+	$(HERE) $(BIN)/python -m pytest -q tests/unit/test_compose.py tests/integration/test_schema.py
 
 fmt: $(READY)    ## format and fix
 	$(HERE) $(BIN)/ruff format .

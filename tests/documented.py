@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-INLINE = re.compile(r"`(rollbook [^`\n]+|make [^`\n]+|pip install [^`\n]+)`")
+INLINE = re.compile(r"`(rollbook [^`\n]+|make [^`\n]+|python -m [^`\n]+|pip install [^`\n]+)`")
 SHELL = {"", "sh", "bash", "console"}
 FIRST = re.compile(r"^([A-Z_]+=|(rollbook|make|pip|python|export|psql|docker|tcld|cp|\.) )")
 
