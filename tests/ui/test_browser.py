@@ -45,7 +45,7 @@ def browser() -> Iterator[Any]:
         "--disable-gpu",
         "--disable-dev-shm-usage",
         "--hide-scrollbars",
-        "--window-size=1280,1000",
+        "--window-size=1600,1000",
     ):
         options.add_argument(argument)
     service = webdriver.ChromeService(executable_path=driver)
