@@ -1,16 +1,24 @@
 """The documented commands that look at a run, run on a real one; for the rest, the tests that run them."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from rollbook.cli import app
+from rollbook.stack import ports
 from tests.documented import ROOT, Typed, commands
 from tests.short_run import RUN, ShortRun
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the sinks' own packages
+]
 
 LOOKING = {"status", "stuck", "inspect", "sql", "decode", "quarantine", "report", "log", "db"}
 """Run here, each in turn."""
@@ -24,7 +32,7 @@ ELSEWHERE = {
     "down": "tests/e2e/test_commands.py",
     "audit": "tests/chaos/test_audit.py",
     "evaluate": "tests/e2e/test_commands.py",
-    "metrics": "tests/integration/test_looking.py",
+    "metrics": "tests/integration/test_documented_commands_run.py",
     "worker": "tests/chaos/stage.py",
     "trainer": "tests/chaos/stage.py",
     "engine": "tests/chaos/stage.py",
@@ -32,7 +40,7 @@ ELSEWHERE = {
     "import-model": "tests/integration/test_import_model.py",
 }
 """They start processes or change the run; these tests run them."""
-INSTEAD = {"RUN": RUN, "math": RUN, "SAMPLE": "0", "[SAMPLE]": "0"}
+INSTEAD = {"…": "SELECT 1 AS one", "RUN": RUN, "math": RUN, "SAMPLE": "0", "[SAMPLE]": "0"}
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -71,6 +79,24 @@ def test_what_looks_at_a_run_does(
     monkeypatch.setenv("WANDB_MODE", "offline")
     answer = CliRunner().invoke(app, words)
     assert answer.exit_code == 0, f"{words}: {answer.output}\n{answer.exception!r}"
+
+
+def test_metrics_are_served_until_told_to_stop(short_run: ShortRun) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollbook", "metrics", "--port", str(ports.free_port()), "--json"],
+        env={**short_run.environment(), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        assert f'rollbook_step{{run="{RUN}"}} 6.0' in httpx.get(told["url"], timeout=20).text
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def _quarantined(short_run: ShortRun) -> bool:
