@@ -42,12 +42,13 @@ def draw(rollouts: Sequence[Row], versions: Sequence[Row], steps: Sequence[Row])
     end = max(row["finished_at"] or row["now"] for row in rollouts)
     end = max([end, *(row["applied_at"] for row in steps if row["applied_at"])])
     x = Scale(0.0, max((end - began).total_seconds(), 1e-3), LEFT, WIDTH - RIGHT)
-    newest = max([1, *(row["version"] or 0 for row in rollouts)])
+    sampled = [row["version"] or 0 for row in rollouts]
+    span = (min(sampled), max(sampled))
     bars = _lanes(rollouts, began, (x.high - x.low) * GAP_S)
     height = TOP + (1 + max(bar.lane for bar in bars)) * LANE + 24
-    parts = [_version(row, x, began, end, newest) for row in versions if row["served_at"]]
+    parts = [_version(row, x, began, end, span) for row in versions if row["served_at"]]
     parts += [_step(row, x, began, height) for row in steps if row["applied_at"]]
-    parts += [_bar(bar, x, began, newest) for bar in bars]
+    parts += [_bar(bar, x, began, span) for bar in bars]
     for second in charts.ticks(0.0, x.high, 10):
         parts.append(
             f'<text x="{x(second):.1f}" y="{height - 6}" class="tick mid">{shown(second)} s</text>'
@@ -55,11 +56,13 @@ def draw(rollouts: Sequence[Row], versions: Sequence[Row], steps: Sequence[Row])
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" class="timeline">{"".join(parts)}</svg>'
 
 
-def colour(version: int | None, newest: int) -> str:
-    """The colour of a version: dark is old, light is new."""
+def colour(version: int | None, sampled: tuple[int, int]) -> str:
+    """The colour of a version, between the oldest and the newest sampled: dark is old, light is new."""
     if version is None:
         return "#999"
-    place = min(1.0, version / newest) * (len(_VIRIDIS) - 1)
+    oldest, newest = sampled
+    age = (version - oldest) / max(1, newest - oldest)
+    place = min(1.0, max(0.0, age)) * (len(_VIRIDIS) - 1)
     i = min(int(place), len(_VIRIDIS) - 2)
     mixed = (
         round(a + (b - a) * (place - i)) for a, b in zip(_VIRIDIS[i], _VIRIDIS[i + 1], strict=True)
@@ -82,7 +85,7 @@ def _lanes(rollouts: Sequence[Row], began: datetime, gap: float) -> list[_Bar]:
     return bars
 
 
-def _bar(bar: _Bar, x: Scale, began: datetime, newest: int) -> str:
+def _bar(bar: _Bar, x: Scale, began: datetime, sampled: tuple[int, int]) -> str:
     row = bar.row
     y = TOP + bar.lane * LANE
     queued = x((row["submitted_at"] - began).total_seconds())
@@ -99,7 +102,7 @@ def _bar(bar: _Bar, x: Scale, began: datetime, newest: int) -> str:
     fate = "" if row["step"] is not None else ' opacity="0.45"'
     thick = (
         f'<rect x="{start:.1f}" y="{y}" width="{max(1.5, end - start):.1f}" height="{LANE - 1}" '
-        f'rx="1"{fate} style="fill:{colour(row["version"], newest)}" {tip(told)}/>'
+        f'rx="1"{fate} style="fill:{colour(row["version"], sampled)}" {tip(told)}/>'
     )
     thin = f'<line x1="{queued:.1f}" x2="{start:.1f}" y1="{y + 2}" y2="{y + 2}" class="queued"/>'
     return thin + thick
@@ -115,7 +118,7 @@ def _fate(row: Row) -> str:
     return f"not trained: {row['cause'] or row['place']}"
 
 
-def _version(row: Row, x: Scale, began: datetime, end: datetime, newest: int) -> str:
+def _version(row: Row, x: Scale, began: datetime, end: datetime, sampled: tuple[int, int]) -> str:
     start = x(max(0.0, (row["served_at"] - began).total_seconds()))
     until = x(((row["until"] or end) - began).total_seconds())
     if until <= LEFT:
@@ -126,7 +129,7 @@ def _version(row: Row, x: Scale, began: datetime, end: datetime, newest: int) ->
         if until - start > 22
         else ""
     )
-    fill = colour(row["version"], newest)
+    fill = colour(row["version"], sampled)
     return (
         f'<rect x="{start:.1f}" y="10" width="{max(1.0, until - start):.1f}" height="{BAND}" '
         f'style="fill:{fill}" {tip(told)}/>{label}'
