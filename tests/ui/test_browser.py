@@ -2,7 +2,7 @@
 
 Needs Chromium and its driver: `apt-get install chromium chromium-driver` (or Chrome with
 chromedriver on the path), and `pip install selenium`. Skipped, with these words, where they are not.
-RECORD_PICTURES=1 writes docs/pictures again.
+RECORD_PICTURES=1 writes docs/pictures again, but for report.png, which shows the demo's run.
 """
 
 import os
@@ -120,7 +120,6 @@ def test_the_report_shows_details_under_the_pointer(
     browser.get(path.as_uri())
     log = [entry["message"] for entry in browser.get_log("browser")]
     assert [message for message in log if path.name in message] == []
-    picture(browser, "report")
     bar = browser.find_element("css selector", "svg.timeline rect[data-tip*='trained in step']")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", bar)
     ActionChains(browser).move_to_element(bar).perform()
