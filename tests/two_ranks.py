@@ -101,7 +101,9 @@ def gradients(trainer: Learner, groups: Groups) -> tuple[dict[str, Tensor], Mapp
     found: dict[str, Tensor] = {}
 
     def keep(rate: float) -> None:
-        found.update({n: p.grad.clone() for n, p in trainer.policy.parameters().items()})
+        for name, parameter in trainer.policy.parameters().items():
+            assert parameter.grad is not None
+            found[name] = parameter.grad.clone()
 
     trainer.optimizer.step = keep  # type: ignore[method-assign]
     outcome = trainer.step(Batch(groups=groups), 0)
@@ -111,10 +113,9 @@ def gradients(trainer: Learner, groups: Groups) -> tuple[dict[str, Tensor], Mapp
 
 def compare(ranks: Ranks, folder: Path) -> None:
     for name, settings in SETTINGS.items():
-        for kind, shares in (
-            SHARES.items() if name.endswith("token-mean, ppo") else [("uneven", SHARES["uneven"])]
-        ):
-            pooled = shares()
+        kinds = list(SHARES) if name.endswith("token-mean, ppo") else ["uneven"]
+        for kind in kinds:
+            pooled = SHARES[kind]()
             mine, told = gradients(learner(folder, ranks, **settings), pooled[ranks.rank])
             whole = [g for of_rank in pooled for g in of_rank]
             alone, expected = gradients(learner(folder, Ranks(), **settings), whole)
@@ -127,8 +128,11 @@ def compare(ranks: Ranks, folder: Path) -> None:
 
 
 def no_update(ranks: Ranks, folder: Path) -> None:
-    flat: list[Groups] = [[group(0, reward=0.5)], [group(1, reward=0.5)]]
-    for name, shares in {"flat": flat, "empty": [[], []]}.items():
+    cases: dict[str, list[Groups]] = {
+        "flat": [[group(0, reward=0.5)], [group(1, reward=0.5)]],
+        "empty": [[], []],
+    }
+    for name, shares in cases.items():
         trainer = learner(folder, ranks)
         before = weights_digest(trainer.policy.weights())
         outcome = trainer.step(Batch(groups=shares[ranks.rank]), 0)
