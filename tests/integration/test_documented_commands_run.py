@@ -36,6 +36,7 @@ ELSEWHERE = {
     "worker": "tests/chaos/stage.py",
     "trainer": "tests/chaos/stage.py",
     "engine": "tests/chaos/stage.py",
+    "evaluator": "tests/e2e/test_mixes.py",
     "gateway": "tests/integration/rollouts/test_killed_gateway.py",
     "import-model": "tests/integration/test_import_model.py",
 }
@@ -90,7 +91,7 @@ def test_metrics_are_served_until_told_to_stop(short_run: ShortRun) -> None:
     )
     try:
         assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
+        told = json.loads("".join(process.stdout.readline() for _ in range(3)))
         assert f'rollbook_step{{run="{RUN}"}} 6.0' in httpx.get(told["url"], timeout=20).text
         process.terminate()
         assert process.wait(20) == 0
