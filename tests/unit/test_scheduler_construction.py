@@ -1,5 +1,6 @@
 """What a RolloutScheduler refuses before it starts or writes anything."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from domain.config import OWN_LOOP
-from domain.environments import Env, PromptSource
+from domain.environments import Env, PromptSource, task_ids
 from domain.errors import ConfigError
 from domain.rollouts import Task
 from domain.services import Services
@@ -182,3 +183,71 @@ def test_the_configuration_says_that_a_loop_owns_the_run(folder: Path) -> None:
     assert config.tasks.dataset == OWN_LOOP
     assert (config.schedule.order, config.schedule.stale_policy) == ("dataset", "resubmit")
     assert (config.trainer.overflow, config.seed, config.tasks.batch_size) == ("cut", 5, 3)
+
+
+SIGNATURE = {
+    "tasks": "task_ids",
+    "groups": 4,
+    "oversample": 0,
+    "admit": None,
+    "max_lag": 1,
+    "ahead": 1,
+    "sync_every": 1,
+    "max_attempts": 3,
+    "timeout": None,
+    "estimator": "group",
+    "truncation": "mask",
+    "support_capacity": None,
+    "log": None,
+    "services": None,
+}
+
+
+def test_the_defaults_are_those_of_the_signature() -> None:
+    parameters = inspect.signature(RolloutScheduler).parameters
+    found = {name: parameters[name].default for name in SIGNATURE}
+    assert found.pop("tasks") is task_ids
+    assert found == {name: value for name, value in SIGNATURE.items() if name != "tasks"}
+    assert all(
+        parameters[name].default is inspect.Parameter.empty for name in ("width", "rows", "run")
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "value"),
+    [
+        ({"width": 31}, "trainer.width", 31),
+        ({"rows": 5}, "trainer.rows", 5),
+        ({"groups": 6}, "groups.size", 6),
+        ({"oversample": 2}, "groups.oversample", 2),
+        ({"admit": 2, "batch_size": 3}, "groups.admit", 2),
+        ({"max_lag": 3}, "schedule.max_lag", 3),
+        ({"ahead": 2, "max_lag": 2}, "schedule.ahead", 2),
+        ({"sync_every": 2, "max_lag": 2}, "schedule.sync_every", 2),
+        ({"max_attempts": 7}, "groups.max_attempts", 7),
+        ({"timeout": 9.5}, "groups.timeout", 9.5),
+        ({"estimator": "rloo"}, "trainer.estimator", "rloo"),
+        ({"truncation": "zero"}, "trainer.truncation", "zero"),
+        ({"support_capacity": 99}, "trainer.support_capacity", 99),
+        ({"on_reopen": "cancel"}, "schedule.on_reopen", "cancel"),
+        ({"exact": "order"}, "trainer.exact", "order"),
+        ({"sampling": {"temperature": 0.7}}, "sampling.temperature", 0.7),
+        ({"budget": {"max_turns": 2}}, "budget.max_turns", 2),
+        ({"engine": {"max_batch": 3}}, "engine.max_batch", 3),
+        ({"seed": 11}, "seed", 11),
+        ({"run": "other"}, "name", "other"),
+        ({"objective": SimpleNamespace(importance=(0.5, 2.0))}, "trainer.importance", [0.5, 2.0]),
+    ],
+)
+def test_each_parameter_reaches_the_run(
+    make: Make, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], key: str, value: Any
+) -> None:
+    companions = SimpleNamespace(services=SimpleNamespace(engines=()), close=lambda: None)
+    monkeypatch.setattr(scheduler, "Companions", lambda *_: companions)
+    monkeypatch.setattr("rollbook.publishing.check_engines", lambda *_: None)
+    monkeypatch.setattr("rollbook.own_run.recorded", lambda *_: None)
+    one = make(**settings)
+    found: Any = one._configure(settings.get("batch_size", 1)).model_dump(mode="json")
+    for part in key.split("."):
+        found = found[part]
+    assert found == value
