@@ -222,7 +222,8 @@ def verify_replay(
     """Compare a recomputed step with what was booked, and count the replay.
 
     Under `exact = "order"` other bits are legal as long as the step updates alike: nobody has seen
-    what it made, because it was not durable yet, so step and version take the new digest.
+    what it made, because it was not durable yet, so step and version take the new digest. A durable
+    step keeps its own: it is replayed by a loop of one's own that lost the state it had taken.
 
     Raises:
         ReplayDiverged: names the step and both digests.
@@ -236,7 +237,8 @@ def verify_replay(
         _compare(run, step, row, updated, weights_sha256)
     elif updated:
         tx.execute(
-            "UPDATE steps SET weights_sha256 = %s WHERE run_id = %s AND step = %s",
+            "UPDATE steps SET weights_sha256 = %s "
+            "WHERE run_id = %s AND step = %s AND state = 'applied'",
             (weights_sha256, run, step),
         )
         tx.execute(
