@@ -141,8 +141,8 @@ def test_a_data_set_may_be_a_function_beside_the_configuration(tmp_path: Path) -
             root=str(tmp_path), tasks={"source": "s:s", "dataset": "own_tasks_module:rows"}, seed=5
         )
     )
-    assert stream.tasks == [Task("0", {"prompt": "1"})]
-    assert stream.seed == 5
+    assert isinstance(stream, TaskStream)
+    assert (stream.tasks, stream.seed) == ([Task("0", {"prompt": "1"})], 5)
 
 
 @pytest.mark.parametrize(
