@@ -220,9 +220,12 @@ async def follow(
             ]
             try:
                 results = await exam.take(engines, routes, version)
-            except EngineError as error:
+            except EngineUnavailable as error:
                 logger.warning("evaluation of %s@%d: %s; trying again", run, version, error)
                 await asyncio.sleep(_POLL_S)
+            except EngineError as error:  # asked again, the engine would say the same
+                logger.warning("evaluation of %s@%d is given up: %s", run, version, error)
+                await ledger.run(evaluations.let_go, run, version)
             else:
                 await ledger.run(evaluations.finish, run, exam.name, version, results)
                 logger.info("evaluated %s@%d: %d rollouts", run, version, len(results))
@@ -309,10 +312,13 @@ async def _evaluate(ledger: Ledger, services: Services, exam: Exam, version: int
     run = exam.config.name
     weights = ledger.call(versions.weights, run, version)
     engines, engine = EngineClient(), services.engines[0]
+    policy = policy_name(run, version)
     try:
-        await engines.load(
-            engine, policy_name(run, version), weights.manifest_key, weights.sha256.hex()
-        )
-        return await exam.take(engines, [engine], version)
+        held = policy in (await engines.health(engine)).policies
+        await engines.load(engine, policy, weights.manifest_key, weights.sha256.hex())
+        results = await exam.take(engines, [engine], version)
+        if not held:  # the next version needs the slot
+            await engines.unload(engine, policy)
+        return results
     finally:
         await engines.aclose()

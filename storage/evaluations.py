@@ -74,6 +74,11 @@ def next_pinned(tx: Tx, run: str) -> int | None:
 def finish(tx: Tx, run: str, name: str, version: int, results: Sequence[Result]) -> None:
     """Keep a version's results and let go of it, in one transaction: it is never half evaluated."""
     record(tx, run, name, version, results)
+    let_go(tx, run, version)
+
+
+def let_go(tx: Tx, run: str, version: int) -> None:
+    """Unpin a version that this run's evaluator is done with, whatever came of it."""
     tx.execute(
         "DELETE FROM ledger.evaluation_pins WHERE run_id = %s AND version = %s", (run, version)
     )

@@ -267,6 +267,8 @@ def close(
     """
     found = fence(tx, run, epoch)
     returned = cancelling.return_groups(tx, run, "close")
+    # What is not evaluated by now is evaluated from stored weights; no engine holds a slot for it.
+    tx.execute("DELETE FROM evaluation_pins WHERE run_id = %s", (run,))
     if found.state != "failed":
         # Nothing has begun without a checkpoint: the next trainer creates the run again.
         begun = found.durable_step is not None or state == "failed"

@@ -325,7 +325,7 @@ def _write(
         case planning.Wait():
             if run.config.schedule.order != "dataset":
                 failure = exhaustion.unadmitted_groups(tx, run)
-                if failure is None and run.config.schedule.filter_zero_variance:
+                if failure is None and any(cut.cause == "zero_variance" for cut in decision.cut):
                     failure = exhaustion.filtered_groups(tx, run, share)
                 if failure is not None:
                     runs.fail(tx, run.id, failure)

@@ -146,6 +146,12 @@ def minibatches(ranks: Ranks, folder: Path) -> None:
     outcome = trainer.step(Batch(groups=SHARES["uneven"]()[ranks.rank]), 0)
     digests = ranks.exchange("digest", weights_digest(trainer.policy.weights()).hex())
     tell(ranks, "minibatches", updates=outcome.optimizer_updates, digests=digests)
+    # A rank without rows adds nothing to a mass below one, and still sees it.
+    mass = ranks.total("mass", torch.zeros(()) if ranks.rank == 0 else torch.tensor(0.4))
+    trainer = learner(folder, ranks, minibatches=3, rows=1, aggregation="rollout-mean", loss="gspo")
+    outcome = trainer.step(Batch(groups=SHARES["one is empty"]()[ranks.rank]), 0)
+    updates = ranks.exchange("updates", outcome.optimizer_updates)
+    tell(ranks, "empty parts", masses=ranks.exchange("masses", float(mass)), updates=updates)
 
 
 def failures(ranks: Ranks) -> None:

@@ -184,19 +184,23 @@ class Learner:
         if not self.ranks.any("usable part", usable):
             return "no_usable_gradient"
         chains: dict[str, Any] = {"kind": t.loss, "aggregation": t.aggregation}
+        # A rank without rows in this part adds a float zero: all ranks must decide on the same sum.
         own_mass = sum(
-            loss_mass(
-                proximal.log_probs,
-                m["behavior_logprobs"],
-                m["response_mask"],
-                weights=m["rollout_weights"],
-                segment_ids=m["segment_ids"],
-                sequence_mask=t.sequence_mask,
-                **chains,
-            )
-            for m, proximal in zip(part, before, strict=True)
+            (
+                loss_mass(
+                    proximal.log_probs,
+                    m["behavior_logprobs"],
+                    m["response_mask"],
+                    weights=m["rollout_weights"],
+                    segment_ids=m["segment_ids"],
+                    sequence_mask=t.sequence_mask,
+                    **chains,
+                )
+                for m, proximal in zip(part, before, strict=True)
+            ),
+            start=torch.zeros((), device=self.policy.device),
         )
-        mass = self.ranks.total("mass", torch.as_tensor(own_mass, device=self.policy.device))
+        mass = self.ranks.total("mass", own_mass)
         if not float(mass):
             return "nothing_left"
         for i, (m, proximal) in enumerate(zip(part, before, strict=True)):

@@ -1,7 +1,9 @@
 -- Mixes of environments: each group knows its own. Versions kept for an evaluation while others are trained.
 SET LOCAL search_path = ledger;
 ALTER TABLE groups ADD COLUMN environment text NOT NULL DEFAULT 'default';
+ALTER TABLE groups DISABLE TRIGGER groups_guard;   -- it would make every group of the past one that has just changed
 UPDATE groups g SET environment = r.config #>> '{run,tasks,environment}' FROM runs r WHERE r.run_id = g.run_id AND r.config #>> '{run,tasks,environment}' <> 'default';
+ALTER TABLE groups ENABLE TRIGGER groups_guard;
 CREATE TABLE evaluation_pins(run_id text NOT NULL, version policy_version NOT NULL, at timestamptz NOT NULL DEFAULT now(),   -- versions kept for a held-out evaluation, as long as no publication needs the slot
   PRIMARY KEY(run_id, version), FOREIGN KEY(run_id, version) REFERENCES policy_versions);
 CREATE OR REPLACE VIEW reward_by_version AS SELECT a.run_id, coalesce(a.oldest_version, a.pinned_version, a.submitted_version) AS version, count(*) AS n,

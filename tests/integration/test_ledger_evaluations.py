@@ -3,7 +3,7 @@
 import pytest
 
 from domain.config import RunConfig
-from storage import evaluations, garbage, versions
+from storage import evaluations, garbage, runs, versions
 from storage.database import Ledger, Tx
 from storage.evaluations import Result
 from tests.rehearsal import ENGINE, Rehearsal, configuration
@@ -129,4 +129,13 @@ def test_without_every_nothing_is_pinned(ledger: Ledger) -> None:
     run = Rehearsal(ledger, configuration(evaluation={"dataset": DATA})).begin()
     for _ in range(3):
         step(run)
+    assert pinned(run) == []
+
+
+def test_a_run_that_ends_lets_go_of_what_it_did_not_evaluate(ledger: Ledger) -> None:
+    run = begin(ledger)
+    for _ in range(3):
+        step(run)
+    assert pinned(run) == [2]
+    ledger.call(runs.close, run.run, run.epoch, "closed")
     assert pinned(run) == []

@@ -70,6 +70,8 @@ def test_every_rank_makes_as_many_updates_as_the_one_with_most_rows(
 ) -> None:
     assert told["minibatches"]["updates"] == 3
     assert len(set(told["minibatches"]["digests"])) == 1
+    assert told["empty parts"]["masses"] == [pytest.approx(0.4)] * 2
+    assert told["empty parts"]["updates"] == [3, 3]
 
 
 @pytest.mark.parametrize("where", ["on rank 0", "on rank 1"])
