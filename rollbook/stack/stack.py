@@ -71,7 +71,8 @@ class Stack:
         embedded = parts.embedded_in(environ)
         others = [part for part in parts.PARTS if part not in embedded]
         if others:
-            later = dict.fromkeys(parts.variables_of(embedded), "embedded")
+            later = dict.fromkeys(parts.variables_of(embedded), "")
+            later |= {parts.ADDRESSES[part]: "embedded" for part in embedded}
             external.check(Services.from_environment({**environ, **later}), others)
         if not (state / "lock").exists():  # nothing is made for a port that cannot be had
             for name, port in (wishes or PortWishes()).asked().items():
