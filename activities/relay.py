@@ -48,6 +48,9 @@ _REFUSALS = frozenset(
 )
 """What Temporal says of a command; every other status is about Temporal, and time may mend it."""
 
+_UNPREPARED = "no mapping defined for search attribute"
+"""Said of every command by a namespace that was made anew and has not got its attributes yet."""
+
 _GROUP = TypeAdapter(GroupIn)
 _PUBLISH = TypeAdapter(PublishIn)
 
@@ -134,7 +137,9 @@ class Relay:
 
 def _is_refusal(error: Exception) -> bool:
     """Whether it is the command that is wrong: Temporal said so, or this code cannot read it."""
-    return not isinstance(error, RPCError) or error.status in _REFUSALS
+    if not isinstance(error, RPCError):
+        return True
+    return error.status in _REFUSALS and _UNPREPARED not in str(error)
 
 
 async def start_group(client: Client, workflow_id: str, group: GroupIn) -> None:

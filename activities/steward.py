@@ -13,6 +13,7 @@ second leader would be harmless (row locks and compare-and-sets), only wasteful.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -133,6 +134,8 @@ class Steward:
             except AWAY as error:
                 logger.warning("relay: %s", error)
                 due, pause = 0, self.rhythm.relay_max * 4
+                with suppress(*AWAY):  # a Temporal that lost its database has lost its namespace
+                    await self._ensure_namespace()
             if due:
                 pause = self.rhythm.relay_min
                 continue

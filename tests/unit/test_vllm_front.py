@@ -134,12 +134,13 @@ def test_rollbooks_own_path_does_not_reach_the_other_environment() -> None:
 
 
 def test_a_runs_engine_section_decides_how_its_engine_starts() -> None:
-    assert engine_options(configuration()) == ["--max-resident", "4", "--max-batch", "64"]
+    common = ["--max-resident", "4", "--max-batch", "64", "--max-waiting", "1024"]
+    assert engine_options(configuration()) == common
     vllm = configuration(
         engine={"kind": "vllm", "arguments": ["--seed", "1"]}, model={"lora": {"rank": 4}}
     )
     options = engine_options(vllm)
-    assert options[4:8] == ["--kind", "vllm", "--max-context", "64"]
-    assert options[8:] == ["--lora-rank", "4", "--argument=--seed", "--argument=1"]
+    assert options[6:10] == ["--kind", "vllm", "--max-context", "64"]
+    assert options[10:] == ["--lora-rank", "4", "--argument=--seed", "--argument=1"]
     sees = configuration(engine={"kind": "vllm"}, budget={"max_images": 2})
     assert engine_options(sees)[-2:] == ["--images", "2"]
