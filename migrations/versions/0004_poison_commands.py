@@ -1,20 +1,13 @@
 """Commands that are refused every time are set aside, and no longer hold up the others."""
 
-from pathlib import Path
-
-from alembic import op
+from migrations import scripts
 
 revision = "0004"
 down_revision = "0003"
 
 
 def upgrade() -> None:
-    # The driver's own cursor: SQLAlchemy would read the colons and percent signs as parameters.
-    driver = op.get_bind().connection.driver_connection
-    driver.execute("SET LOCAL lock_timeout = '2s'")
-    driver.execute(Path(__file__).with_suffix(".sql").read_text(encoding="utf-8"))
-    driver.execute("SET LOCAL search_path = public")
+    scripts.run(__file__)
 
 
-def downgrade() -> None:
-    raise NotImplementedError("the ledger is the truth about a run; restore a backup instead")
+downgrade = scripts.refuse
