@@ -270,6 +270,31 @@ def test_filtered_groups_leave_even_when_the_step_must_wait(ledger: Ledger) -> N
     assert run.hand_over().submitted == 4
 
 
+def test_groups_that_only_fail_stop_the_run_with_their_causes(ledger: Ledger) -> None:
+    schedule = {"order": "admission", "ahead": 3, "max_lag": 3, "max_empty_batches": 2}
+    run = Rehearsal(ledger, configuration(schedule=schedule)).begin()
+
+    def abandon(*groups: int) -> None:
+        for group in groups:
+            run.hand_over()
+            run.abandon(group)
+            assert waits(run.plan()) == "wait"
+
+    abandon(0, 1, 2, 3)
+    run.hand_over()
+    run.complete(4)  # one that is admitted ends the row
+    abandon(5, 6, 7, 8)
+    assert run.now().state == "running"
+    abandon(9)
+    found = run.now()
+    assert found.state == "failed"
+    assert found.failure is not None
+    assert "5 groups in a row ended without training" in found.failure
+    assert "max_empty_batches x tasks.batch_size = 4" in found.failure
+    with pytest.raises(RunStopped, match="in a row ended without training"):
+        run.plan()
+
+
 def test_rewards_that_never_differ_stop_the_run_with_cause_and_remedy(ledger: Ledger) -> None:
     config = configuration(schedule=FILTERED | {"max_filtered_batches": 2})
     run = Rehearsal(ledger, config).begin()
