@@ -31,8 +31,8 @@ from domain.messages import AttemptIn, AttemptRef
 from domain.rollouts import Reward, Status, Task
 from domain.sources import check
 from storage import segments
+from tests.attempted import BY_TEMPORAL, failure, limited
 from tests.gateways import Running, Script, call, gateway
-from tests.integration.rollouts.test_run_attempt import BY_TEMPORAL, failure, limited
 from tests.stub_engine import StubEngine
 
 Make = Callable[..., Any]

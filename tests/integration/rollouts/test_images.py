@@ -25,7 +25,7 @@ from domain.services import Services
 from domain.tools import Message
 from storage import images, segments
 from storage.objects import ObjectStore
-from tests.integration.rollouts.test_run_attempt import One, limited
+from tests.attempted import One, limited
 from tests.seeing import png, seeing
 from tests.stub_engine import StubEngine
 

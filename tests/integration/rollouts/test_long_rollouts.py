@@ -19,7 +19,7 @@ from domain.environments import Env, RolloutView
 from domain.rollouts import Task
 from domain.tools import Message
 from rollbook.stack import ports
-from tests.integration.rollouts.test_run_attempt import Worker, limited, with_engines
+from tests.attempted import Worker, limited, with_engines
 
 Make = Callable[..., Any]
 ROOT = Path(__file__).parents[3]

@@ -25,8 +25,8 @@ from domain.environments import samples_at_gateway
 from domain.errors import ConfigError
 from storage import segments
 from storage.datasets import open_stream
+from tests.attempted import limited
 from tests.gateways import Script, gateway
-from tests.integration.rollouts.test_run_attempt import limited
 from tests.stub_engine import StubEngine
 
 PROGRAMS = Path(__file__).parents[2] / "programs"
