@@ -1,110 +1,19 @@
-"""The trainer process against a real ledger and object store, with the rest of the world played."""
+"""A run trains to its end, dies at any point, and goes on alike."""
 
-import os
-import secrets
-import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from psycopg import conninfo
 from safetensors.torch import load_file
 
-from domain import holders
-from domain.config import RunConfig
-from domain.errors import Fenced
 from domain.failpoints import POINTS
 from domain.services import Services
 from storage import checkpoints, manifests, runs
 from storage.database import Ledger
 from storage.objects import ObjectStore
-from tests.outage import Proxy
 from tests.playing import Fleet, configuration, constant
-from trainer import loop
-from trainer.lease import Lease
+from tests.trained import ALL, ONCE, History, crash, create, damage, history, stop_at, train
 from trainer.model import weights_digest
-
-TRAIN_ONCE = Path(__file__).parents[1] / "train_once.py"
-History = list[tuple[Any, ...]]
-
-
-@pytest.fixture
-def around(ledger_url: str, ledger: Ledger, s3_services: Services) -> Services:
-    """A fresh ledger and the session's object store."""
-    ObjectStore(s3_services).prepare()
-    return s3_services.model_copy(update={"database_url": ledger_url})
-
-
-@pytest.fixture
-def name() -> str:
-    return f"t{secrets.token_hex(4)}"
-
-
-def create(ledger: Ledger, config: RunConfig) -> str:
-    ledger.call(runs.create, config, world={})
-    return config.name
-
-
-def train(name: str, services: Services, fleet: Fleet, **options: Any) -> str:
-    settings: dict[str, Any] = {
-        "holder": "elsewhere:1",
-        "patience_s": 20,
-        "stop": fleet.broken,
-    } | options
-    return loop.run(name, services, **settings)
-
-
-def crash(name: str, services: Services, point: str) -> None:
-    """Run a trainer process that must die at `point`."""
-    ended = subprocess.run(
-        [sys.executable, str(TRAIN_ONCE), name],
-        env=os.environ | services.environment() | {"FAILPOINT": point, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ended.returncode == 137, (point, ended.returncode, ended.stdout, ended.stderr[-3000:])
-
-
-def history(ledger: Ledger, name: str) -> History:
-    """What must be equal in every execution: plan, digest, update, loss and rate of each step."""
-    with ledger.transaction() as tx:
-        rows = tx.execute(
-            "SELECT step, version_before, updated, groups, cause, weights_sha256, "
-            "metrics->>'loss' AS loss, metrics->>'lr' AS lr, ARRAY(SELECT group_id FROM queue q "
-            "WHERE (q.run_id, q.step) = (s.run_id, s.step) ORDER BY pos) AS plan "
-            "FROM steps s WHERE run_id = %s ORDER BY step",
-            (name,),
-        ).fetchall()
-    return [tuple(row.values()) for row in rows]
-
-
-def stop_at(ledger: Ledger, name: str, step: int, fleet: Fleet) -> Callable[[], bool]:
-    return lambda: fleet.broken() or ledger.call(runs.read, name).next_step >= step
-
-
-@pytest.fixture(scope="module")
-def remembered() -> dict[str, History]:
-    return {}
-
-
-@pytest.fixture
-def straight(
-    around: Services, ledger: Ledger, tmp_path: Path, name: str, remembered: dict[str, History]
-) -> History:
-    """The history of an uninterrupted run of the default configuration."""
-    if "default" not in remembered:
-        run = create(ledger, configuration(f"{name}-s", tmp_path))
-        with Fleet(around, tmp_path / "s") as fleet:
-            assert train(run, around, fleet) == "finished"
-        remembered["default"] = history(ledger, run)
-    return remembered["default"]
 
 
 def test_a_run_trains_to_its_end(
@@ -140,36 +49,6 @@ def test_a_run_trains_to_its_end(
     assert row["waited_s"] == record["waited"] > 0
     with Fleet(around, tmp_path / "again") as fleet:
         assert train(run, around, fleet) == "finished"
-
-
-ONCE = {
-    "c_uploaded": ["c_uploaded"],
-    "ck_part": ["ck_part:5"],  # the first three are checkpoint 0
-    "apply_done": ["apply_done:3"],
-}
-ALL = ONCE | {
-    "c_row": ["c_row"],
-    "c_served": ["c_served"],
-    "resume_done": ["resume_done"],
-    "restored": ["restored"],
-    "replay_mid": ["apply_done:3", "replay_mid"],
-    "h_mid": ["h_mid:2"],
-    "h_done": ["h_done:2"],
-    "plan_start": ["plan_start:3"],
-    "plan_mid": ["plan_mid:2"],
-    "plan_done": ["plan_done:3"],
-    "mid_step": ["mid_step:2"],
-    "optimizer": ["optimizer:3"],
-    "apply_mid": ["apply_mid:2"],
-    "ck_uploaded": ["ck_uploaded:2"],
-    "ck_mid": ["ck_mid"],
-    "ck_done": ["ck_done"],
-    "p_uploaded": ["p_uploaded:2"],
-    "p_loading": ["p_loading:2"],
-    "p_served": ["p_served:2"],
-    "close_mid": ["close_mid"],
-    "close_done": ["close_done"],
-}
 
 
 def test_every_point_is_crashed_at() -> None:
@@ -278,16 +157,6 @@ def test_too_many_empty_batches_fail_the_run_with_their_causes(
         assert train(run, around, fleet) == "finished"
 
 
-def damage(around: Services, ledger: Ledger, run: str, step: int) -> None:
-    """Flip one byte of a checkpoint's weights, as a bad disk would."""
-    row = ledger.call(checkpoints.at, run, step)
-    assert row is not None
-    store, key = ObjectStore(around), f"{row.prefix}/weights.safetensors"
-    content = bytearray(store.get(key))
-    content[-1] ^= 1
-    store._s3.put_object(Bucket=store.bucket, Key=key, Body=bytes(content))
-
-
 def test_a_damaged_checkpoint_is_not_loaded_but_an_older_one_and_the_plans_since(
     around: Services,
     ledger: Ledger,
@@ -318,102 +187,6 @@ def test_without_any_readable_checkpoint_the_run_fails_and_says_what_to_restore(
     assert failure is not None
     assert "restore it in the object store" in failure
     assert f"object 'checkpoints/{run}/00000000/" in failure
-
-
-def test_a_zombie_is_fenced_and_leaves_no_trace(
-    around: Services, ledger: Ledger, tmp_path: Path, name: str
-) -> None:
-    run = create(ledger, configuration(name, tmp_path, steps=20))
-    lost: list[int] = []
-
-    def lose() -> bool:
-        found = ledger.call(runs.read, run)
-        if found.next_step >= 2 and not lost:
-            lost.append(ledger.call(runs.take_over, run, "other:1", lease_s=30, force=True))
-        return fleet.broken()
-
-    with Fleet(around, tmp_path / "engine") as fleet, pytest.raises(Fenced):
-        train(run, around, fleet, stop=lose)
-    found = ledger.call(runs.read, run)
-    assert (found.state, found.epoch, found.next_step) == ("running", 2, 2)
-    assert len(history(ledger, run)) == 2
-
-
-def test_the_lease_thread_notices_a_takeover(ledger_url: str, ledger: Ledger, name: str) -> None:
-    folder = Path("/nonexistent")
-    run = create(ledger, configuration_without_files(name, folder))
-    epoch = ledger.call(runs.take_over, run, "a:1", lease_s=0.3)
-    with Lease(ledger, run, epoch, lease_s=0.3) as held:
-        held.check()
-        ledger.call(runs.take_over, run, "b:1", lease_s=30, force=True)
-        held._thread.join(10)
-        with pytest.raises(Fenced):
-            held.check()
-
-
-def configuration_without_files(name: str, root: Path) -> RunConfig:
-    return RunConfig.parse(
-        {
-            "name": name,
-            "steps": 1,
-            "root": str(root),
-            "tasks": {"source": "a:b", "dataset": "none.jsonl"},
-            "groups": {"timeout": 5.0},
-            "model": {"tiny": {}},
-        }
-    )
-
-
-def test_a_dead_holder_of_this_host_is_recognised() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()
-    assert holders.is_gone(f"{socket.gethostname()}:{child.pid}")
-    assert not holders.is_gone(f"{socket.gethostname()}:{os.getpid()}")
-    assert not holders.is_gone(f"elsewhere:{child.pid}")
-
-
-def test_other_data_is_refused_on_resume(
-    around: Services, ledger: Ledger, tmp_path: Path, name: str
-) -> None:
-    run = create(ledger, configuration(name, tmp_path))
-    with Fleet(around, tmp_path / "engine") as fleet:
-        assert train(run, around, fleet, stop=stop_at(ledger, run, 1, fleet)) == "closed"
-        tasks = tmp_path / "tasks.jsonl"
-        tasks.write_text(tasks.read_text().replace("007=", "008="))
-        assert train(run, around, fleet) == "failed"
-    failure = ledger.call(runs.read, run).failure
-    assert failure is not None
-    assert failure.startswith("DataChanged: the data changed since this run began")
-
-
-def test_a_run_that_is_failed_from_outside_ends_with_that_failure(
-    around: Services, ledger: Ledger, tmp_path: Path, name: str
-) -> None:
-    run = create(ledger, configuration(name, tmp_path))
-
-    def fail() -> bool:
-        if ledger.call(runs.read, run).next_step == 2:
-            ledger.call(runs.fail_source, run, "task t4 answered for t5")
-        return fleet.broken()
-
-    with Fleet(around, tmp_path / "engine") as fleet:
-        assert train(run, around, fleet, stop=fail) == "failed"
-        found = ledger.call(runs.read, run)
-        assert (found.failure, found.next_step) == ("SourceBroken: task t4 answered for t5", 2)
-        assert ledger.call(runs.holder, run) is None
-        assert train(run, around, fleet) == "finished"
-
-
-def test_engines_that_never_serve_fail_the_run_after_the_limit(
-    around: Services, ledger: Ledger, tmp_path: Path, name: str
-) -> None:
-    run = create(ledger, configuration(name, tmp_path))
-    with Fleet(around, tmp_path / "engine", serves=False) as fleet:
-        assert train(run, around, fleet, patience_s=1.0) == "failed"
-    failure = ledger.call(runs.read, run).failure
-    assert failure is not None
-    assert "version 0" in failure
-    assert "was not served within 1 s" in failure
 
 
 def test_a_paused_run_waits_and_goes_on(
@@ -482,58 +255,6 @@ def test_a_bfloat16_run_resumes_alike(
         assert train(runs_[1], around, fleet, stop=stop_at(ledger, runs_[1], 1, fleet)) == "closed"
         assert train(runs_[1], around, fleet) == "finished"
     assert history(ledger, runs_[0]) == history(ledger, runs_[1])
-
-
-@pytest.mark.parametrize("victim", ["postgres", "s3"])
-def test_an_outage_shorter_than_the_limit_only_stalls(
-    around: Services, ledger: Ledger, tmp_path: Path, name: str, straight: History, victim: str
-) -> None:
-    run = create(ledger, configuration(name, tmp_path))
-    address = urlsplit(around.s3_endpoint)
-    database = conninfo.conninfo_to_dict(around.database_url)
-    host, port = (
-        (str(database["host"]), int(str(database["port"])))
-        if victim == "postgres"
-        else (str(address.hostname), int(address.port or 80))
-    )
-    with Proxy(host, port) as proxy, Fleet(around, tmp_path / "engine") as fleet:
-        cut: list[threading.Timer] = []
-        services = around.model_copy(
-            update={
-                "database_url": conninfo.make_conninfo(
-                    around.database_url, host="127.0.0.1", port=proxy.port
-                )
-                if victim == "postgres"
-                else around.database_url,
-                "s3_endpoint": f"http://127.0.0.1:{proxy.port}"
-                if victim == "s3"
-                else around.s3_endpoint,
-            }
-        )
-
-        def interrupt() -> bool:
-            if not cut and ledger.call(runs.read, run).next_step == 2:
-                proxy.cut()
-                cut.append(threading.Timer(2.0, proxy.mend))
-                cut[0].start()
-            return fleet.broken()
-
-        assert train(run, services, fleet, stop=interrupt) == "finished"
-        assert cut
-    assert history(ledger, run) == straight
-
-
-def test_a_store_that_stays_away_fails_the_run_with_the_cause(
-    around: Services, ledger: Ledger, tmp_path: Path, name: str
-) -> None:
-    run = create(ledger, configuration(name, tmp_path))
-    nowhere = around.model_copy(update={"s3_endpoint": "http://127.0.0.1:9"})
-    with Fleet(around, tmp_path / "engine") as fleet:
-        assert train(run, nowhere, fleet, patience_s=0.5) == "failed"
-        failure = ledger.call(runs.read, run).failure
-        assert failure is not None
-        assert "http://127.0.0.1:9" in failure
-        assert train(run, around, fleet) == "finished"
 
 
 def test_groups_are_trained_by_deadline_until_the_data_ends(

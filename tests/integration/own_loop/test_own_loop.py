@@ -1,129 +1,24 @@
-"""A loop of one's own on a real ledger and object store, with workers and engines played."""
+"""A loop of one's own trains every batch, dies, and goes on."""
 
-import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from domain.errors import (
     ConfigError,
     DataChanged,
-    EngineRefused,
     LedgerError,
     ReplayDiverged,
 )
-from domain.rollouts import Task
 from domain.services import Services
-from rollbook import EnginePublisher, PromptSource, RolloutScheduler, SchedulerRecord, scheduler
-from storage import runs, versions
+from rollbook import SchedulerRecord
+from storage import runs
 from storage.database import Ledger
-from storage.objects import ObjectStore
-from tests.own_loop import Scored, Trained, model_folder, update
-from tests.playing import ENGINE, Fleet, constant
-
-BATCHES = [[2 * i, 2 * i + 1] for i in range(6)]
-Loop = Callable[..., RolloutScheduler]
-
-
-def reward(text: str, task: Task) -> float:
-    raise AssertionError("rollouts are played")
-
-
-def to_tasks(batch: list[int]) -> list[Task]:
-    return [Task(f"t{n}", {"prompt": f"{7 * n % 1000:03d}="}) for n in batch]
-
-
-class Alone:
-    """Services without any process beside the loop."""
-
-    def __init__(self, services: Services | None, state: Path) -> None:
-        assert services is not None
-        self.services = services
-        self.closed = False
-
-    def start(self, config: object, located: object) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.fixture
-def around(ledger_url: str, ledger: Ledger, s3_services: Services) -> Services:
-    ObjectStore(s3_services).prepare()
-    return s3_services.model_copy(update={"database_url": ledger_url, "engines": (ENGINE,)})
-
-
-@pytest.fixture
-def name() -> str:
-    return f"own{secrets.token_hex(4)}"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "model")
-
-
-@pytest.fixture
-def make(
-    around: Services, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Loop]:
-    """Schedulers of one run; all are closed in the end."""
-    monkeypatch.setattr(scheduler, "Companions", Alone)
-    made: list[RolloutScheduler] = []
-
-    def make(**settings: Any) -> RolloutScheduler:
-        defaults: dict[str, Any] = {
-            "width": 32,
-            "rows": 2,
-            "tasks": to_tasks,
-            "estimator": "mean",
-            "run": name,
-            "services": around,
-            "budget": {"max_generated_tokens": 4, "max_context_tokens": 16},
-            "weights": EnginePublisher(folder),
-            "max_lag": 2,
-        }
-        one = RolloutScheduler(Scored(), PromptSource(reward), **(defaults | settings))
-        made.append(one)
-        return one
-
-    yield make
-    for one in made:
-        one.close()
-
-
-Seen = list[dict[str, Any]]
-
-
-def train(
-    one: RolloutScheduler, state: Trained, batches: Any = BATCHES, *, steps: int = 99
-) -> Seen:
-    """Train up to so many steps; the rows of each."""
-    seen: Seen = []
-    for batch in one.tasks(batches):
-        packed = one(state, batch)
-        seen.append(packed)
-        one.applied(updated=update(state, Scored(), packed))
-        if len(seen) == steps:
-            break
-    return seen
-
-
-def same(one: Seen, other: Seen) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
-        for a, b in zip(one, other, strict=True)
-    )
+from tests.own_loop import Scored, Trained, update
+from tests.own_loop_runs import BATCHES, Loop, abandon, one_step, same, train
+from tests.playing import Fleet, constant
 
 
 def test_a_loop_trains_every_batch_and_finishes(
@@ -344,10 +239,6 @@ def test_close_cancels_what_is_in_flight_and_keeps_it_owed(
         assert len(train(again, state)) == 5
 
 
-def one_step(name: str) -> dict[str, Any]:
-    return {"format": 1, "run": name, "step": 1, "version": 1}
-
-
 def test_an_empty_step_makes_no_update_and_the_next_one_trains(
     make: Loop, around: Services, tmp_path: Path, folder: Path
 ) -> None:
@@ -404,87 +295,6 @@ def test_a_loop_whose_engines_sample_from_other_weights_is_paused(
     assert float(waited["s"]) > 0.2  # the third step stood still meanwhile
 
 
-def test_weights_are_published_every_sync_every_versions(
-    make: Loop, around: Services, tmp_path: Path, folder: Path
-) -> None:
-    records: list[SchedulerRecord] = []
-    with Fleet(around, tmp_path / "engine") as fleet:
-        train(make(sync_every=2, log=records.append), Trained(folder), steps=5)
-        assert fleet.loaded == [0, 2, 4]
-    assert [r.metrics["publish_lag"] for r in records] == [1, 2, 1, 2, 1]
-
-
-class Pushing:
-    """A publisher of one's own; its engines are played."""
-
-    def __init__(self, start: int = -1) -> None:
-        self.version = start
-        self.pushed: list[int] = []
-        self.takes = True
-
-    def load(self, weights: Any, version: int) -> None:
-        assert "lm_head.weight" in weights
-        self.pushed.append(version)
-        if self.takes:
-            self.version = version
-
-
-@contextmanager
-def played_health(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("rollbook.publishing._incarnation", lambda url: 1)
-    yield
-
-
-def test_a_publisher_of_ones_own_is_pushed_to_and_what_it_reports_is_served(
-    make: Loop,
-    around: Services,
-    ledger: Ledger,
-    tmp_path: Path,
-    folder: Path,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    own = Pushing(start=7)  # its engines hold something newer than this run's weights
-    with Fleet(around, tmp_path / "engine"), played_health(monkeypatch):
-        one, state = make(weights=own, model=folder), Trained(folder)
-        train(one, state, steps=2)
-        assert own.pushed == [0, 1]
-        own.version = 9  # somebody else pushed
-        packed = one(state, BATCHES[2])
-        assert own.pushed == [0, 1, 2]
-        assert (own.version, ledger.call(versions.served, name)) == (2, 2)
-        one.applied(updated=update(state, Scored(), packed))
-        own.takes = False
-        with pytest.raises(
-            EngineRefused, match="version 3 did not take: the engines still report 2"
-        ):
-            one(state, BATCHES[3])
-    found = ledger.call(runs.read, name)
-    assert found.state == "failed"
-    assert found.failure is not None
-    assert "did not take" in found.failure
-
-
-def test_a_publisher_of_ones_own_that_lost_its_weights_is_pushed_to_on_restart(
-    make: Loop,
-    around: Services,
-    tmp_path: Path,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with Fleet(around, tmp_path / "engine"), played_health(monkeypatch):
-        first, state = make(weights=Pushing(), model=folder, sync_every=2), Trained(folder)
-        train(first, state, steps=1)
-        saved = (state.save(), first.state_dict())
-        abandon(first)
-        own = Pushing()
-        again, restored = make(weights=own, model=folder, sync_every=2, force=True), Trained(folder)
-        restored.load(saved[0])
-        again.load_state_dict(saved[1])
-        train(again, restored, steps=1)
-        assert own.pushed == [1]
-
-
 def test_a_run_keeps_its_settings_and_its_model(
     make: Loop, around: Services, tmp_path: Path, folder: Path
 ) -> None:
@@ -507,13 +317,6 @@ def test_weights_of_another_model_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=r"state\.weights does not belong to the model"):
         make()(SimpleNamespace(updates=0, weights={"w": 1}), BATCHES[0])
-
-
-def abandon(one: RolloutScheduler) -> None:
-    """What kill -9 leaves: the ledger as it is, the lease not given back."""
-    assert one._run is not None
-    one._run.release()
-    one._companions = None
 
 
 @pytest.mark.parametrize(("on_reopen", "generation"), [("adopt", 0), ("cancel", 1)])
@@ -542,45 +345,6 @@ def test_groups_that_still_run_are_adopted_or_cancelled_when_the_loop_starts_aga
             found = tx.execute(query, (name,)).fetchall()
     assert [row["gen"] for row in found] == [generation] * 2
     assert {row["state"] for row in found} == {"registered" if generation else "submitted"}
-
-
-def test_inexact_kernels_may_replay_to_other_bits_if_every_step_is_kept(
-    make: Loop, around: Services, tmp_path: Path, folder: Path
-) -> None:
-    with Fleet(around, tmp_path / "engine"):
-        first, state = make(exact="order"), Trained(folder)
-        train(first, state, steps=1)
-        with pytest.raises(LedgerError, match=r"take state_dict\(\)"):
-            train(first, state, steps=1)
-        first.state_dict()  # taken before step 1, but the process dies before it is saved
-        abandon(first)
-        again, other = make(exact="order", force=True), Trained(folder)
-        other.optimizer.param_groups[0]["lr"] = 0.06
-        train(again, other, steps=1)
-        again.state_dict()
-        assert len(train(again, other, steps=1)) == 1
-
-
-def test_a_digest_of_ones_own_is_compared(
-    make: Loop,
-    around: Services,
-    tmp_path: Path,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with Fleet(around, tmp_path / "engine"), played_health(monkeypatch):
-        first, state = make(weights=Pushing(), model=folder), Trained(folder)
-        packed = first(state, BATCHES[0])
-        updated = update(state, Scored(), packed)
-        with pytest.raises(ConfigError, match="it must be a sha256 of 32"):
-            first.applied(updated=updated, digest=b"short")
-        first.applied(updated=updated, digest=b"a" * 32)
-        abandon(first)
-        again, restored = make(weights=Pushing(), model=folder, force=True), Trained(folder)
-        packed = again(restored, BATCHES[0])
-        with pytest.raises(ReplayDiverged):
-            again.applied(updated=update(restored, Scored(), packed), digest=b"b" * 32)
-        again.applied(digest=b"a" * 32)
 
 
 def test_only_its_own_loop_trains_such_a_run(
