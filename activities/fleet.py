@@ -23,7 +23,7 @@ from domain.errors import (
     RollbookError,
 )
 from domain.ids import policy_name, policy_version
-from storage import census, runs, versions
+from storage import census, evaluations, runs, versions
 from storage.database import Ledger
 
 logger = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ async def _make_room(
 ) -> None:
     """If no slot is free, unload what no run needs, then older versions that nobody pins.
 
-    An engine with one slot swaps. What another run serves, or a publication is loading, stays. So
-    does what is newer than the version to load: whoever asks for the older one read the ledger
+    An engine with one slot swaps. A version that is only kept for an evaluation yields last. What
+    another run serves or samples, or a publication is loading, stays. So does what is newer than the version to load: whoever asks for the older one read the ledger
     before the newer was served.
     """
     if name in health.policies:
@@ -118,7 +118,12 @@ async def _make_room(
         and policy_version(held)[0] == run
         and policy_version(held)[1] < version
     ]
-    for held in (sorted(spare) + sorted(swapped))[:surplus]:
+    found = sorted(spare) + sorted(swapped)
+    if len(found) < surplus:
+        kept = await ledger.run(evaluations.yielding)
+        found += sorted(kept & health.policies.keys() - {name})
+    for held in found[:surplus]:
+        await ledger.run(evaluations.let_go, *policy_version(held))
         await unload(ledger, engines, engine, held)
 
 

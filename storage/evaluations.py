@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from domain.ids import policy_name
 from storage.database import Tx
 from storage.runs import Run
 
@@ -82,6 +83,19 @@ def let_go(tx: Tx, run: str, version: int) -> None:
     tx.execute(
         "DELETE FROM ledger.evaluation_pins WHERE run_id = %s AND version = %s", (run, version)
     )
+
+
+def yielding(tx: Tx) -> frozenset[str]:
+    """Names of the policies that nothing but an evaluation keeps, of any run that shares an engine."""
+    rows = tx.execute(
+        """
+        SELECT p.run_id, p.version FROM ledger.version_pins p
+            JOIN ledger.evaluation_pins e USING (run_id, version)
+        WHERE p.pins = 1 AND p.state <> 'loading'
+            AND NOT EXISTS (SELECT 1 FROM ledger.served s WHERE (s.run_id, s.version) = (p.run_id, p.version))
+        """
+    ).fetchall()
+    return frozenset(policy_name(row["run_id"], row["version"]) for row in rows)
 
 
 def release(tx: Tx, run: str) -> None:

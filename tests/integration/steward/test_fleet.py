@@ -1,6 +1,7 @@
 """Engines hold what runs need, and versions are served when they do."""
 
 import asyncio
+from dataclasses import replace
 
 from temporalio.client import Client, WorkflowExecutionStatus
 
@@ -12,7 +13,7 @@ from storage.census import live_engines as live
 from storage.database import Ledger
 from storage.objects import ObjectStore
 from tests.recording import keep
-from tests.rehearsal import ENGINE
+from tests.rehearsal import ENGINE, Rehearsal, configuration
 from tests.steward_scene import (
     QUICK,
     Scene,
@@ -93,6 +94,25 @@ async def test_an_engine_with_one_slot_swaps(
         await until(lambda: scene.ledger.call(versions.served, scene.run.run) == 1)
         assert list(scene.engines.health_by_url[url].policies) == [policy_name(scene.run.run, 1)]
         steward.cancel()
+
+
+async def test_what_another_run_evaluates_yields_its_slot(scene: Scene) -> None:
+    evaluation = {"dataset": "m:held_out", "every": 2}
+    other = Rehearsal(scene.ledger, configuration(name="other", evaluation=evaluation)).begin()
+    other.train(2)
+    other.do("INSERT INTO evaluation_pins(run_id, version) VALUES ('other', 1)")
+    url = scene.engines.add("http://a", max_resident=2)
+    fleet = scene.fleet(url)
+    held = {policy_name("other", version): "sha" for version in (1, 2)}
+    scene.engines.health_by_url[url] = replace(scene.engines.health_by_url[url], policies=held)
+    scene.run.do("DELETE FROM engines")
+    async with asyncio.timeout(20):
+        while not routes(scene, 0):
+            await fleet.tend()
+    await fleet.stop()
+    mine = policy_name(scene.run.run, 0)
+    assert {*scene.engines.health_by_url[url].policies} == {policy_name("other", 2), mine}
+    assert scene.run.rows("SELECT * FROM evaluation_pins") == []
 
 
 async def test_a_run_that_has_ended_keeps_its_last_version_for_evaluation(scene: Scene) -> None:
