@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-from domain.environments import HarnessSource, RolloutView
-from domain.rollouts import Task
+from rollbook import HarnessSource, RolloutView, Task
 
 AGENT = Path(__file__).resolve().with_name("openai_agent.py")
 

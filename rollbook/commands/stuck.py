@@ -32,7 +32,7 @@ def stuck(
     """What the run waits for, and each rollout that made no progress: on whom, since when.
 
     A rollout waits for an engine, a tool, its verifier, a worker; the trainer holds for a group, or
-    for a publication; a queue that no worker polls is named within seconds.
+    for a publication; a queue that no worker polls is named within half a minute.
 
     Example: `rollbook stuck reverse3 --silent 30`
     """
