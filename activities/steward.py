@@ -29,7 +29,8 @@ from activities.mourning import Mourning
 from activities.relay import Relay
 from activities.sweep import Sweep
 from storage import housekeeping, outbox
-from storage.database import ALIVE, Ledger
+from storage.connections import ALIVE, AsyncWatched
+from storage.database import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,6 @@ AWAY = (psycopg.OperationalError, PoolTimeout, RPCError, OSError)
 
 LEADERSHIP = "hashtextextended('rollbook steward', 0)"
 """Key of the advisory lock. Locks are per database, so each ledger has its own steward."""
-
-
-Connection = psycopg.AsyncConnection[tuple[object, ...]]
 
 
 class LostLeadership(Exception):
@@ -91,7 +89,7 @@ class Steward:
 
     async def _stand(self) -> None:
         """Lead if nobody does. The lock ends with its connection, however that ends."""
-        connect = psycopg.AsyncConnection.connect(
+        connect = AsyncWatched.connect(
             self.database_url, autocommit=True, application_name="rollbook steward", **ALIVE
         )
         async with await connect as lock:
@@ -99,7 +97,7 @@ class Steward:
                 logger.info("leading")
                 await self._lead(lock)
 
-    async def _lead(self, lock: Connection) -> None:
+    async def _lead(self, lock: AsyncWatched) -> None:
         rhythm = self.rhythm
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -118,7 +116,7 @@ class Steward:
         finally:
             await self.fleet.stop()
 
-    async def _hold(self, lock: Connection) -> None:
+    async def _hold(self, lock: AsyncWatched) -> None:
         while True:
             await asyncio.sleep(self.rhythm.candidate / 2)
             try:
@@ -161,7 +159,7 @@ async def tend_own(fleet: Fleet, rhythm: Rhythm = Rhythm()) -> None:
         await fleet.stop()
 
 
-async def _locked(connection: Connection) -> bool:
+async def _locked(connection: AsyncWatched) -> bool:
     cursor = await connection.execute(f"SELECT pg_try_advisory_lock({LEADERSHIP})")
     row = await cursor.fetchone()
     return bool(row and row[0])

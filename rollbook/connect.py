@@ -16,6 +16,7 @@ from rollbook import temporal
 from rollbook.stack import stack as stacks
 from rollbook.stack.stack import Stack
 from rollbook.stack.state import StateFolder
+from storage.connections import Silence
 from storage.database import Ledger, check_schema, upgrade
 
 _NOWHERE = "nowhere"
@@ -181,6 +182,11 @@ def ledger_at(url: str, *, own: bool, pool: int = 2, patience_s: float = 0) -> L
         else:
             check_schema(url)
         return Ledger.open(url, pool=pool, application="rollbook-cli", patience_s=patience_s)
+    except (psycopg.errors.ConnectionTimeout, Silence) as error:
+        raise ConfigError(
+            f"{_URL}: no connection to the ledger: {str(error).strip()}; the server is frozen or "
+            "overloaded, or what lies between drops packets"
+        ) from error
     except psycopg.Error as error:
         raise ConfigError(
             f"{_URL}: no connection to the ledger: {str(error).strip()}; check the address and the "

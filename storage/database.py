@@ -30,6 +30,7 @@ from psycopg.types.json import Jsonb
 from psycopg_pool import ConnectionPool
 
 from domain.errors import SchemaMismatch
+from storage.connections import ALIVE, Watched
 
 Tx = psycopg.Connection[DictRow]
 P = ParamSpec("P")
@@ -42,18 +43,6 @@ SETTINGS = {
     "statement_timeout": "15s",
     "idle_in_transaction_session_timeout": "30s",
 }
-ALIVE: dict[str, Any] = {
-    "connect_timeout": 10,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 4,
-    "tcp_user_timeout": 30_000,
-    "options": "-c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=4 "
-    "-c tcp_user_timeout=30s",
-}
-"""Connection parameters by which either end notices within 30 s that the other one is gone without a
-word. The system's defaults take hours: until then a caller would hang, and a dead leader would lead."""
-
 _TELL_EVERY_S = 30.0
 
 log = logging.getLogger(__name__)
@@ -62,7 +51,9 @@ log = logging.getLogger(__name__)
 class Ledger:
     """A pool of connections to one ledger. Safe to share between threads and tasks."""
 
-    def __init__(self, pool: ConnectionPool[Tx], threads: ThreadPoolExecutor, patience_s: float):
+    def __init__(
+        self, pool: ConnectionPool[Watched], threads: ThreadPoolExecutor, patience_s: float
+    ):
         self._pool = pool
         self._threads = threads
         self.patience_s = patience_s
@@ -87,7 +78,7 @@ class Ledger:
         settings = [f"-c {name}={value}" for name, value in SETTINGS.items()]
         connections = ConnectionPool(
             url,
-            connection_class=psycopg.Connection[DictRow],
+            connection_class=Watched,
             kwargs=ALIVE
             | {
                 "row_factory": dict_row,
@@ -101,7 +92,7 @@ class Ledger:
             open=False,
         )
         # Probe first: the pool itself would only report a time-out, not why.
-        psycopg.connect(url, connect_timeout=5).close()
+        Watched.connect(url, connect_timeout=5).close()
         connections.open(wait=True, timeout=10)
         threads = ThreadPoolExecutor(max_workers=pool, thread_name_prefix="ledger")
         return cls(connections, threads, patience_s)
@@ -251,12 +242,12 @@ def _refuse_newer(found: str | None, known: set[str]) -> None:
 
 
 def _revision(url: str) -> str | None:
-    with psycopg.connect(url) as connection:
-        known = connection.execute("SELECT to_regclass(%s)", (REVISION_TABLE,)).fetchone()
-        if known is None or known[0] is None:
+    with Watched.connect(url, row_factory=dict_row, **ALIVE) as connection:
+        known = connection.execute("SELECT to_regclass(%s) AS found", (REVISION_TABLE,)).fetchone()
+        if known is None or known["found"] is None:
             return None
         query = sql.SQL("SELECT version_num FROM {}").format(
             sql.Identifier(*REVISION_TABLE.split("."))
         )
         row = connection.execute(query).fetchone()
-        return None if row is None else str(row[0])
+        return None if row is None else str(row["version_num"])

@@ -33,7 +33,8 @@ FINAL = sorted(
 """Error types that are never retried. Temporal matches exact names, so every subclass is named."""
 
 LEDGER_STEP = LocalActivityConfig(
-    start_to_close_timeout=timedelta(seconds=15),
+    # Longer than a Postgres may be silent (30 s), so that what ends the step says why.
+    start_to_close_timeout=timedelta(seconds=40),
     # A Postgres outage stalls groups, it never fails them.
     retry_policy=RetryPolicy(
         initial_interval=timedelta(milliseconds=200),

@@ -14,7 +14,8 @@ from domain.config import RunConfig
 from domain.errors import Fenced
 from storage import runs, segments, steps, tasks
 from storage.database import Ledger
-from tests.chaos.crash_world import Cluster, Crash, Crashes, Model, Trainer
+from tests.chaos.crash_world import Cluster
+from tests.chaos.toy_trainer import Crash, Crashes, Model, Trainer
 from tests.ledger_fixtures import check_invariants
 from tests.rehearsal import configuration
 

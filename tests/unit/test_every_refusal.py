@@ -1,7 +1,7 @@
 """Every pair of settings that cannot hold together has its message, and a case here (V1 to V17).
 
 Which rule of `domain.validity.conflicts` a case breaks is noted while it is refused; a rule that no
-case breaks fails the last test. The ledger's own copies of V1 to V15: test_illegal_states.py.
+case breaks fails the last test. The ledger's own copies of V1 to V15: illegal_states/.
 """
 
 from typing import Any

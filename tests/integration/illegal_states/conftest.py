@@ -1,0 +1,5 @@
+"""The run that every case is tried on."""
+
+from tests.telling_moment import moment
+
+__all__ = ["moment"]
