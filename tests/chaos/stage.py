@@ -48,11 +48,13 @@ SOURCE = '''
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from rollbook import Env
 
 PAUSE = Path(__file__).with_name("pause")
+HANG = Path(__file__).with_name("hang")
 
 
 class Walk(Env):
@@ -64,6 +66,9 @@ class Walk(Env):
 
     async def on_turn(self, rollout):
         await asyncio.sleep(float(PAUSE.read_text()))  # the tool that a worker dies in
+        with suppress(FileNotFoundError):  # one rollout finds it, its siblings do not
+            HANG.rename(HANG.with_name("hung"))
+            await asyncio.sleep(600)
         return None if rollout.turns == 3 else [{"role": "user", "content": f"{rollout.turns}="}]
 
     async def snapshot(self, rollout):
@@ -171,6 +176,10 @@ class Stage:
     def pause(self, seconds: float) -> None:
         """How long each turn's tool takes in this run, from now on."""
         pause(Path(self.config.root), seconds)
+
+    def hang_one(self) -> None:
+        """Let the tool of the next rollout that uses it never answer."""
+        (Path(self.config.root) / "hang").touch()
 
     def __enter__(self) -> Self:
         self.supervisor = Supervisor(self.folder / "pids")

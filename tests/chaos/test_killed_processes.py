@@ -1,5 +1,6 @@
 """kill -9 of the processes of a running run: anywhere, at named points, frozen, and woken again."""
 
+import asyncio
 import signal
 
 import pytest
@@ -35,8 +36,7 @@ TRAINER_POINTS = (
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_trainer_dies_at_each_point_in_turn(stage: Stage, every: int) -> None:
-    # Re-opened members need a run that falls behind; the toy trainer's schedules have them.
-    assert {*TRAINER_POINTS, "close_mid", "close_done"} == set(POINTS) - {"plan_reopen"}
+    assert {*TRAINER_POINTS, "close_mid", "close_done", "plan_reopen"} == set(POINTS)
     stage.begin(steps=24, checkpoint={"every": every})
     stage.start("engine", "workflows", "ledger", "rollouts")
     for point in TRAINER_POINTS:
@@ -47,6 +47,24 @@ def test_the_trainer_dies_at_each_point_in_turn(stage: Stage, every: int) -> Non
     stage.crash("trainer", "close_done")
     stage.finish()
     stage.check()
+
+
+@pytest.mark.slow
+def test_the_trainer_dies_while_it_sends_back_members_that_grew_too_old(stage: Stage) -> None:
+    lag = {"order": "admission", "stale_policy": "resubmit", "ahead": 1, "max_lag": 1}
+    stage.begin(steps=12, schedule=lag)
+    stage.hang_one()  # its siblings finish, and are too old when it has been sampled again
+    stage.start("engine", "workflows", "ledger", "rollouts")
+    stage.crash("trainer", "plan_reopen")
+    stale = (
+        "SELECT count(*) FROM attempts WHERE run_id = %s AND resubmitted_as = 'stale' AND member"
+    )
+    assert stage.value(stale, stage.run) == 0  # it died inside the transaction
+    stage.start("trainer")
+    stage.finish()
+    stage.check()
+    sent_back = "SELECT count(*) FROM groups WHERE run_id = %s AND gen > 0"
+    assert stage.value(sent_back, stage.run) >= 1
 
 
 @pytest.mark.slow
@@ -75,12 +93,34 @@ def test_engines_and_ledger_workers_die_at_each_point(stage: Stage) -> None:
         stage.crash("engine", point)
     stage.start("engine")
     stage.until_step(1)
-    assert set(LEDGER_POINTS) == {"load_unacknowledged", "relay_mid", "sweep_reopened"}
     for point in ("load_unacknowledged", "relay_mid:2", "relay_mid"):
         stage.crash("ledger", point)
+    stage.pause(0.3)
     stage.start("ledger")
+    stage.until_rollouts_run()
+    terminate_a_group(stage)
+    stage.crash("ledger", "sweep_reopened")
+    assert set(LEDGER_POINTS) == {"load_unacknowledged", "relay_mid", "sweep_reopened"}
+    stage.start("ledger")
+    stage.pause(0.02)
     stage.finish()
     stage.check()
+    again = "SELECT sum(losses) FROM groups WHERE run_id = %s AND gen > 0"
+    assert stage.value(again, stage.run) > 0
+
+
+def terminate_a_group(stage: Stage) -> None:
+    """End a workflow without a word to the ledger; the sweep finds it."""
+
+    async def terminate(workflow_id: str) -> None:
+        await (await stage.client()).get_workflow_handle(workflow_id).terminate("a test")
+
+    (row,) = stage.query(
+        "SELECT workflow_id FROM groups WHERE run_id = %s AND state = 'submitted' "
+        "AND begun_at IS NOT NULL ORDER BY group_id DESC LIMIT 1",
+        stage.run,
+    )
+    asyncio.run(terminate(row["workflow_id"]))
 
 
 @pytest.mark.slow
