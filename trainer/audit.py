@@ -170,8 +170,12 @@ def _differences(ledger: Ledger, run: Run, plan: Planned, before: bytes) -> Iter
     if row["plan_sha256"] is not None and bytes(row["plan_sha256"]) != row["plan_now"]:
         yield "plan: other groups are bound to the step than were when it was applied"
     booked, now = row["inputs"] or {}, row["inputs_now"]
-    if changed_groups := sorted(part for part in booked if booked[part] != now.get(part)):
-        yield f"rollouts: those of group {', '.join(changed_groups)} have changed since"
+    for part in sorted(booked):
+        present = now.get(part, {})
+        changed_kinds = [k for k in inputs.KINDS if booked[part].get(k) != present.get(k)]
+        if changed_kinds:
+            named = ", ".join(inputs.KINDS[kind] for kind in changed_kinds)
+            yield f"rollouts: {named} of group {part} have changed since"
     if row["weights_before"] is not None and bytes(row["weights_before"]) != before:
         yield (
             f"weights before the step: {before.hex()[:16]}, booked were "

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from domain.errors import LedgerError
+from domain.errors import DigestMismatch, LedgerError
 from domain.services import Services
 from rollbook.cli import app
 from storage import checkpoints, runs
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore
 from tests.playing import Fleet, configuration
+from tests.trained import damage
 from trainer import audit, loop
 
 
@@ -72,7 +73,7 @@ def test_past_steps_are_recomputed_exactly_and_what_changed_is_named(
     )
     verdict = audit.step(run, services, 2)
     assert not verdict.exact
-    assert verdict.differences == ("rollouts: those of group 4.0 have changed since",)
+    assert verdict.differences == ("rollouts: log-probabilities of group 4.0 have changed since",)
     told = CliRunner().invoke(app, ["audit", run], standalone_mode=False)
     assert "step 2" in told.stdout
     assert "DIFFERS" in told.stdout
@@ -80,7 +81,15 @@ def test_past_steps_are_recomputed_exactly_and_what_changed_is_named(
     assert told.return_value == 1
 
 
-CHANGED = {
+FLIP = "UPDATE segments SET {0} = set_byte({0}, 0, get_byte({0}, 0) # {1}) " + (
+    "WHERE run_id = %s AND (group_id, sample, seq) = (4, 1, 0)"
+)
+REWARD = "UPDATE attempts SET reward = 1 - reward WHERE run_id = %s AND (group_id, sample) = (4, 1)"
+
+CHANGED = {  # each with what undoes it
+    "rollouts: tokens of group 4.0 have": (FLIP.format("sampled_ids", 1),) * 2,
+    "rollouts: log-probabilities of group 4.0 have": (FLIP.format("logprobs", 64),) * 2,
+    "rollouts: rewards and statuses of group 4.0 have": (REWARD,) * 2,
     "plan: other groups are bound": (
         "UPDATE queue SET pos = pos + 9 WHERE run_id = %s AND step = 2 AND group_id = 4",
         "UPDATE queue SET pos = pos - 9 WHERE run_id = %s AND step = 2 AND group_id = 4",
@@ -121,3 +130,20 @@ def test_each_input_is_told_from_the_others(
     told = CliRunner().invoke(app, ["audit", trained.run, "2"], standalone_mode=False)
     assert "every input is the same" in told.stdout
     assert trained.ledger.call(checkpoints.oldest, trained.run).step == 0
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
+    trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    def prefix(step: int) -> str:
+        row = trained.ledger.call(checkpoints.at, trained.run, step)
+        assert row is not None
+        return row.prefix
+
+    damage(trained.services, trained.ledger, trained.run, 2)
+    verdict = audit.step(trained.run, trained.services, 3)
+    assert (verdict.exact, verdict.checkpoint) == (True, 0)
+    assert f"{prefix(2)}/weights.safetensors" in caplog.text
+    damage(trained.services, trained.ledger, trained.run, 0)
+    with pytest.raises(DigestMismatch, match=f"{prefix(0)}/weights.safetensors"):
+        audit.step(trained.run, trained.services, 3)
