@@ -85,7 +85,8 @@ class Sampler:
         """
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(EngineUnavailable),
-            wait=wait_random_exponential(multiplier=0.1, max=5.0),
+            # A group goes on with its slowest rollout, so none sleeps long when an engine is back.
+            wait=wait_random_exponential(multiplier=0.1, max=2.0),
             stop=stop_before_delay(request.left_s),
             reraise=True,
         ):

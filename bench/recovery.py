@@ -5,6 +5,7 @@ engine, the workers, the trainer), then resumed by `rollbook resume`, which star
 
     stack_s        resume begins → the servers answer
     sampling_s     → a rollout that was half way has its next segment
+    cpu_s          seconds of CPU that all processes have used by then, mostly for starting
     training_s     → the next step is applied, after the replay of those beyond the checkpoint
     lost_tokens    sampled by the engine and not committed when it died; of `sampled_tokens`
     replayed       steps that were recomputed, without sampling
@@ -19,8 +20,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollbook.stack.state import StateFolder
-from tests.chaos.stage import pause
+from tests.chaos.walk import pause
 from tests.chaos.whole import Whole, write_toml
 
 Figures = dict[str, float]
@@ -38,7 +41,7 @@ def measure(folder: Path) -> Figures:
         sampled = generated(engine["engine_id"])
         whole.kill(first)
         began = time.perf_counter()
-        whole.rollbook("resume", "recovery")
+        second = whole.rollbook("resume", "recovery")
 
         def since(what: str, holds: str, *args: Any) -> float:
             whole.until(lambda: whole.ask(holds, *args), what)
@@ -58,6 +61,7 @@ def measure(folder: Path) -> Figures:
             "SELECT 1 FROM segments WHERE seq > 0 AND created_at > %s LIMIT 1",
             run["last"],
         )
+        figures["cpu_s"] = cpu_seconds(second.pid)
         figures["training_s"] = since(
             "a step is applied", "SELECT 1 FROM runs WHERE next_step > %s", run["next_step"]
         )
@@ -66,6 +70,12 @@ def measure(folder: Path) -> Figures:
             "lost_tokens": max(0, sampled - int(run["tokens"])),
             "replayed": run["next_step"] - run["durable_step"],
         }
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and everything it started that still runs."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(sum(process.cpu_times()[:2]) for process in family)
 
 
 def generated(engine: str) -> int:

@@ -8,7 +8,6 @@ suite: whatever was done to the run, it must hold when the run has ended.
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -33,98 +32,18 @@ from rollbook.stack import ports
 from rollbook.stack.stack import Stack
 from rollbook.stack.supervise import Command, Report, Restart, State, Supervisor, tail
 from rollbook.stack.temporal import Temporal
-from storage import database, manifests, runs
+from storage import database, runs
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore
+from tests.chaos import invariants
+from tests.chaos.clocks import wrong_clock
+from tests.chaos.walk import configuration, pause
 from tests.ledger_fixtures import check_invariants
 from trainer import audit
 
 PROCESSES = ("engine", "workflows", "ledger", "rollouts", "trainer")
 PATIENCE_S = 120.0
 """Longest wait for anything; a hang is a failure."""
-
-SOURCE = '''
-"""Three turns with pauses between them, judged by what was said: rewards differ within a group."""
-
-import asyncio
-import os
-from contextlib import suppress
-from pathlib import Path
-
-from rollbook import Env
-
-PAUSE = Path(__file__).with_name("pause")
-HANG = Path(__file__).with_name("hang")
-
-
-class Walk(Env):
-    def __init__(self, recovery):
-        self.recovery = recovery
-
-    async def reset(self, task):
-        return [{"role": "user", "content": task.data["prompt"]}]
-
-    async def on_turn(self, rollout):
-        await asyncio.sleep(float(PAUSE.read_text()))  # the tool that a worker dies in
-        with suppress(FileNotFoundError):  # one rollout finds it, its siblings do not
-            HANG.rename(HANG.with_name("hung"))
-            await asyncio.sleep(600)
-        return None if rollout.turns == 3 else [{"role": "user", "content": f"{rollout.turns}="}]
-
-    async def snapshot(self, rollout):
-        return rollout.turns
-
-    async def restore(self, rollout, state):
-        assert state == rollout.turns, (state, rollout.turns)
-
-    async def reward(self, rollout, task):
-        said = "".join(m["content"] for m in rollout.messages if m["role"] == "assistant")
-        return sum(map(int, filter(str.isdigit, said))) % 10 / 9
-
-    async def on_truncated(self, rollout, task, cause):
-        return await self.reward(rollout, task)
-
-
-snapshot, stateless, drop = Walk("snapshot"), Walk("stateless"), Walk("drop")
-'''
-
-
-def configuration(name: str, folder: Path, **sections: Any) -> RunConfig:
-    """A small run of three-turn rollouts, its source and data written to `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "walk.py").write_text(SOURCE)
-    pause(folder, 0.02)
-    rows = [json.dumps({"id": f"t{i}", "prompt": f"{7 * i % 1000:03d}="}) for i in range(60)]
-    (folder / "tasks.jsonl").write_text("\n".join(rows))
-    table: dict[str, Any] = {
-        "name": name,
-        "steps": 5,
-        "root": str(folder),
-        "tasks": {"source": "walk:snapshot", "dataset": "tasks.jsonl", "batch_size": 2},
-        "groups": {"size": 3, "timeout": 90.0, "heartbeat": 2.0},
-        "schedule": {"order": "dataset", "stale_policy": "resubmit", "max_lag": 3, "ahead": 1},
-        "model": {"tiny": {"dim": 16, "layers": 1, "heads": 2, "max_positions": 48}},
-        "budget": {"max_turns": 4, "max_generated_tokens": 12, "segment_tokens": 2},
-        "trainer": {
-            "width": 48,
-            "rows": 4,
-            "estimator": "mean",
-            "truncation": "score",
-            "lr": 1e-2,
-            "threads": 1,
-        },
-        "checkpoint": {"every": 2, "keep": 100},
-    }
-    for key, value in sections.items():
-        table[key] = table.get(key, {}) | value if isinstance(value, dict) else value
-    return RunConfig.parse(table)
-
-
-def pause(folder: Path, seconds: float) -> None:
-    """How long each turn's tool takes, from now on."""
-    draft = folder / "pause.tmp"
-    draft.write_text(str(seconds))
-    draft.replace(folder / "pause")
 
 
 @dataclass
@@ -147,7 +66,8 @@ class Stage:
         self.store = ObjectStore(self.services)
         self.places: dict[str, Services] = {}
         """Other addresses for one process, through a proxy."""
-        self.rows: list[dict[str, Any]] = []
+        self.clocks: dict[str, float] = {}
+        """Seconds by which a process's own clock is wrong."""
 
     @classmethod
     @contextlib.contextmanager
@@ -227,6 +147,8 @@ class Stage:
         services = self.places.get(name, self.services)
         env = {**os.environ, **services.environment(), "PYTHONPATH": str(ROOT)}
         env |= {"OMP_NUM_THREADS": "1", "ROLLBOOK_LOG": "INFO"}
+        if name in self.clocks:
+            env |= wrong_clock(self.folder / f"clock-{name}", self.clocks[name])
         if failpoint is not None:
             env["FAILPOINT"] = failpoint
         once = name.startswith("trainer")
@@ -420,10 +342,10 @@ class Stage:
         self.ledger.call(check_invariants)
         found = self.found()
         assert found.durable_step == found.next_step
-        self._check_tokens()
-        self._check_failures(failures)
-        self._check_objects()
-        self._check_plans()
+        invariants.check_tokens(self)
+        invariants.check_failures(self, failures)
+        invariants.check_objects(self)
+        invariants.check_plans(self)
         for verdict in audit.replay(self.run, self.services, first=found.first_step):
             assert verdict.exact, verdict
 
@@ -457,70 +379,6 @@ class Stage:
         client = await self.client()
         return (await client.get_workflow_handle(workflow_id).describe()).status
 
-    def _check_tokens(self) -> None:
-        """I9: what an attempt says it sampled is what its segments hold, fences never go back."""
-        wrong = self.query(
-            """
-            SELECT a.group_id, a.sample, a.attempt, a.policy_tokens, s.tokens, s.fences
-            FROM attempts a LEFT JOIN LATERAL (
-                SELECT coalesce(sum(tokens), 0) AS tokens, array_agg(fence ORDER BY seq) AS fences,
-                    array_agg(seq ORDER BY seq) AS seqs
-                FROM segments s WHERE (s.run_id, s.group_id, s.sample, s.attempt)
-                    = (a.run_id, a.group_id, a.sample, a.attempt)) s ON true
-            WHERE a.run_id = %s AND (a.policy_tokens <> s.tokens
-                OR s.fences <> (SELECT array_agg(f ORDER BY f) FROM unnest(s.fences) f)
-                OR s.seqs <> (SELECT array_agg(n - 1 ORDER BY n)
-                    FROM generate_series(1, cardinality(s.seqs)) n))
-            """,
-            self.run,
-        )
-        assert wrong == []
-
-    def _check_failures(self, text: str | None) -> None:
-        """I7, I10: nothing that the platform did is a failure, nothing is cancelled but surplus."""
-        counted = self.query(
-            "SELECT group_id, sample, attempt, status, resubmitted_as, error FROM attempts "
-            "WHERE run_id = %s AND counts_as_failure",
-            self.run,
-        )
-        assert all(text is not None and text in str(row["error"]) for row in counted), counted
-        closed = self.query(
-            "SELECT group_id, state, closed_cause FROM groups WHERE run_id = %s AND state IN "
-            "('cancelled', 'abandoned', 'expired') AND closed_cause NOT IN ('surplus', 'human')",
-            self.run,
-        )
-        assert closed == []
-
-    def _check_objects(self) -> None:
-        """I8: every object that the ledger names is there and is what the ledger says."""
-        named = self.query(
-            "SELECT s3_prefix || '/manifest.json' AS key, manifest_sha256 AS sha FROM checkpoints "
-            "WHERE run_id = %(run)s AND state = 'durable' UNION ALL SELECT weights_key, "
-            "weights_sha256 FROM policy_versions WHERE run_id = %(run)s AND weights_key IS NOT NULL "
-            "AND state <> 'deleted'".replace("%(run)s", "%s"),
-            self.run,
-            self.run,
-        )
-        for row in named:
-            manifest = manifests.read(self.store, row["key"], sha256=bytes(row["sha"]).hex())
-            prefix = row["key"].removesuffix("manifest.json")
-            for name, file in manifest.files.items():
-                self.store.get(prefix + name, sha256=file.sha256)
-
-    def _check_plans(self) -> None:
-        """E4: no part of a group is trained twice, and under `dataset` in the data's order."""
-        rows = self.query(
-            "SELECT q.step, q.pos, q.group_id, q.part, g.batch FROM queue q "
-            "JOIN groups g USING (run_id, group_id) WHERE q.run_id = %s AND q.step IS NOT NULL "
-            "ORDER BY q.step, q.pos",
-            self.run,
-        )
-        parts = [(row["group_id"], row["part"]) for row in rows]
-        assert len(parts) == len(set(parts))
-        if self.config.schedule.order == "dataset":
-            assert all(row["batch"] == row["step"] for row in rows)
-            assert parts == sorted(parts)
-
 
 def new_database(url: str, name: str) -> str:
     """A migrated ledger of its own beside the given database."""
@@ -533,6 +391,3 @@ def new_database(url: str, name: str) -> str:
 
 def holder() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
-
-
-__all__ = ["PROCESSES", "Stage", "State", "configuration", "holder", "pause"]

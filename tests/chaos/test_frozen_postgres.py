@@ -66,7 +66,7 @@ def test_everybody_notices_says_so_and_goes_on_when_it_wakes(stage: Stage, stack
     stage.until_step(1)
     stage.until_rollouts_run()
     with frozen(stack):
-        for name in ("trainer", "rollouts", "ledger", "workflows"):
+        for name in ("trainer", "rollouts", "ledger"):  # workflows ask nothing meanwhile
             stage.until(partial(said, stage, name, SILENT), f"{name} says that Postgres is silent")
         asked = ask(stage, "stuck", stage.run)
         assert asked.returncode == 2

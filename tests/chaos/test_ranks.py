@@ -7,7 +7,7 @@ import psycopg
 import pytest
 
 from rollbook.stack.stack import Stack
-from tests.chaos.stage import pause
+from tests.chaos.walk import pause
 from tests.chaos.whole import Whole, write_toml
 
 

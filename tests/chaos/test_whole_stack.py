@@ -9,7 +9,8 @@ import pytest
 from domain.config import RunConfig
 from rollbook.stack.stack import Stack
 from storage.database import Ledger, Tx
-from tests.chaos.stage import Stage, pause
+from tests.chaos.stage import Stage
+from tests.chaos.walk import pause
 from tests.chaos.whole import Whole, write_toml
 
 

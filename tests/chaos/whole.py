@@ -20,7 +20,7 @@ from psycopg.rows import DictRow, dict_row
 
 from rollbook.root import ROOT
 from rollbook.stack.state import StateFolder
-from tests.chaos.stage import configuration
+from tests.chaos.walk import configuration
 
 
 @dataclass
