@@ -33,6 +33,8 @@ LOOKED_AT = 64
 _STATES = {
     PendingActivityState.PENDING_ACTIVITY_STATE_STARTED: "started",
     PendingActivityState.PENDING_ACTIVITY_STATE_CANCEL_REQUESTED: "cancelling",
+    PendingActivityState.PENDING_ACTIVITY_STATE_PAUSE_REQUESTED: "paused",
+    PendingActivityState.PENDING_ACTIVITY_STATE_PAUSED: "paused",
 }
 
 

@@ -45,7 +45,7 @@ class Wait:
 class Activity:
     """An attempt as Temporal sees it."""
 
-    state: Literal["scheduled", "started", "cancelling"]
+    state: Literal["scheduled", "started", "cancelling", "paused"]
     tries: int = 1
     scheduled_s: float = 0.0  # seconds since it was scheduled
     heartbeat_s: float | None = None  # seconds since the last heartbeat, or since it started
@@ -113,6 +113,8 @@ def of_attempt(
         return "workflow worker", "its workflow is about to start or settle it", None
     if found.state == "cancelling":
         return "cancellation", "it was told to stop and has not yet", found.heartbeat_s
+    if found.state == "paused":
+        return "paused", "a person paused it in Temporal; unpause it there", found.scheduled_s
     if found.state == "scheduled":
         return _scheduled(found, queue, running=running, environment=environment)
     return _started(found)

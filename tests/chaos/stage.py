@@ -286,6 +286,13 @@ class Stage:
         )
         self.until(lambda: self.value(query, self.run, tokens), "rollouts are under way")
 
+    def until_full_work(self, *, step: int = 1) -> None:
+        """Start everything with slow tools, until a step is trained and rollouts are under way."""
+        self.pause(0.3)
+        self.start_all()
+        self.until_step(step)
+        self.until_rollouts_run()
+
     def finish(self, *, timeout_s: float = PATIENCE_S) -> None:
         """Until the trainer has trained the run to its end."""
 

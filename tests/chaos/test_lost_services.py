@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from temporalio.client import WorkflowExecutionStatus
 
 from domain.ids import policy_name
 from rollbook.stack.stack import Stack
@@ -17,19 +16,12 @@ from tests.outage import Proxy
 pytestmark = pytest.mark.timeout(400)
 
 
-def under_way(stage: Stage, *, step: int = 1) -> None:
-    stage.pause(0.3)
-    stage.start_all()
-    stage.until_step(step)
-    stage.until_rollouts_run()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["temporal", "postgres", "seaweed"])
 def test_a_server_that_is_killed_comes_back_and_the_run_goes_on(
     stage: Stage, stack: Stack, server: str
 ) -> None:
-    under_way(stage)
+    stage.until_full_work()
     stage.kill_server(stack, server)
     stage.pause(0.02)
     stage.finish()
@@ -39,7 +31,7 @@ def test_a_server_that_is_killed_comes_back_and_the_run_goes_on(
 def test_a_temporal_that_has_forgotten_everything_is_refilled_from_the_ledger(
     stage: Stage, stack: Stack
 ) -> None:
-    under_way(stage)
+    stage.until_full_work()
     before = members(stage)
     stage.wipe_temporal(stack)
     stage.pause(0.02)
@@ -74,58 +66,6 @@ def test_commands_that_are_delivered_again_and_out_of_order_change_nothing(stage
     stage.check()
 
 
-# -- people in the Temporal UI
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("deed", ["cancel", "terminate", "reset"])
-def test_a_person_interferes_with_a_group(stage: Stage, deed: str) -> None:
-    under_way(stage)
-    (row,) = stage.query(
-        "SELECT group_id, workflow_id FROM groups WHERE run_id = %s AND state = 'submitted' "
-        "AND begun_at IS NOT NULL ORDER BY group_id LIMIT 1",
-        stage.run,
-    )
-    asyncio.run(interfere(stage, row["workflow_id"], deed))
-    stage.pause(0.02)
-    stage.finish()
-    stage.check()
-    (group,) = stage.query(
-        "SELECT state, closed_cause, gen, losses FROM groups WHERE run_id = %s AND group_id = %s",
-        stage.run,
-        row["group_id"],
-    )
-    if deed == "cancel":
-        assert (group["state"], group["closed_cause"]) == ("cancelled", "human")
-    else:
-        assert group["state"] == "complete"
-    if deed == "terminate":
-        assert group["gen"] == 1
-
-
-async def interfere(stage: Stage, workflow_id: str, deed: str) -> None:
-    client = await stage.client()
-    handle = client.get_workflow_handle(workflow_id)
-    if deed == "cancel":
-        await handle.cancel()
-    elif deed == "terminate":
-        await handle.terminate("somebody thought it hung")
-    else:
-        from temporalio.api.common.v1 import WorkflowExecution
-        from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
-
-        await client.workflow_service.reset_workflow_execution(
-            ResetWorkflowExecutionRequest(
-                namespace=client.namespace,
-                workflow_execution=WorkflowExecution(workflow_id=workflow_id),
-                reason="somebody thought it hung",
-                request_id=stage.run,
-                workflow_task_finish_event_id=4,
-            )
-        )
-    assert (await handle.describe()).status is not WorkflowExecutionStatus.FAILED
-
-
 # -- a store and an engine that misbehave on the wire
 
 
@@ -157,7 +97,7 @@ def test_the_store_misbehaves_for_a_while(stage: Stage, name: str, fault: str) -
         stage.places[name] = stage.services.model_copy(
             update={"s3_endpoint": f"http://127.0.0.1:{proxy.port}"}
         )
-        under_way(stage)
+        stage.until_full_work()
         with misbehaving(proxy, fault):
             stage.rest(4)
         stage.pause(0.02)
@@ -190,7 +130,7 @@ def test_an_engine_that_comes_back_with_other_weights_under_the_name_is_never_be
     served = (
         "SELECT bool_or(version >= 1 AND state = 'served') FROM policy_versions WHERE run_id = %s"
     )
-    under_way(stage)
+    stage.until_full_work()
     stage.until(lambda: stage.value(served, stage.run), "version 1 is served")
     stage.stop("ledger")  # which would load the right ones first
     stage.kill("engine")
@@ -228,7 +168,7 @@ def test_an_engine_that_answers_with_other_weights_is_never_believed(stage: Stag
     with Proxy(str(url.hostname), int(url.port or 80)) as proxy:
         told = stage.services.model_copy(update={"engines": (f"http://127.0.0.1:{proxy.port}",)})
         stage.places |= dict.fromkeys(("ledger", "rollouts"), told)
-        under_way(stage)
+        stage.until_full_work()
         proxy.alter(other_version)
         failures = "SELECT count(*) AS n FROM attempts WHERE run_id = %s AND counts_as_failure"
         stage.until(lambda: stage.value(failures, stage.run), "somebody noticed")

@@ -92,6 +92,7 @@ def test_what_follows_a_lost_worker_is_named() -> None:
             Workflow(status="running", activities={HERE: Activity(state="cancelling")}),
             "cancellation",
         ),
+        (Workflow(status="running", activities={HERE: Activity(state="paused")}), "paused"),
     ],
 )
 def test_the_platform_is_named_when_it_is_what_is_missing(workflow: Workflow, on: str) -> None:
