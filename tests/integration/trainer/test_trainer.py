@@ -118,6 +118,24 @@ def test_an_empty_batch_is_recorded_and_the_next_one_trains(
     ]
 
 
+@pytest.mark.slow
+def test_steps_that_moved_nothing_are_replayed_as_such(
+    around: Services, ledger: Ledger, tmp_path: Path, name: str
+) -> None:
+    config = configuration(name, tmp_path, checkpoint={"every": 4})
+    run = create(ledger, config)
+    with Fleet(around, tmp_path / "engine", answer=constant) as fleet:
+        fleet.abandoned = {2, 3}  # step 1 is empty, the others have no usable gradient
+        crash(run, around, "apply_done:3")
+        before = history(ledger, run)
+        assert [row[4] for row in before] == ["no_usable_gradient", "empty", "no_usable_gradient"]
+        assert train(run, around, fleet) == "finished"
+    assert history(ledger, run)[:3] == before
+    with ledger.transaction() as tx:
+        rows = tx.execute("SELECT replays FROM steps WHERE run_id = %s ORDER BY step", (run,))
+        assert [row["replays"] for row in rows.fetchall()] == [1, 1, 1, 0]
+
+
 def test_a_run_whose_engines_disagree_with_the_trainer_is_paused(
     around: Services,
     ledger: Ledger,
