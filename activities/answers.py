@@ -233,8 +233,10 @@ def _support(
             "needs an engine with sampling masks (vLLM: --return-sampling-mask)"
         )
     for at, (token, support) in enumerate(zip(ids, kept, strict=True)):
-        if token not in support:
-            raise EngineRefused(f"engine {engine_url}: id {token} at {at} is not in its kept set")
+        if token not in support or len(set(support)) != len(support):
+            raise EngineRefused(
+                f"engine {engine_url}: the kept set of id {token} at {at} must hold it, and no id twice"
+            )
     return tuple(tuple(support) for support in kept)
 
 

@@ -64,6 +64,7 @@ class Batch:
                 truncation=t.truncation,
                 truncation_by_cause=t.truncation_by_cause,
                 support_capacity=t.support_capacity,
+                support_grows=True,  # ties decide how many ids an engine keeps; they stop no run
                 standardize=t.standardize,
                 overlong=t.overlong,
                 pool=pool,

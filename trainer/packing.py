@@ -37,6 +37,7 @@ from domain.packing import first_fit
 from domain.packing import rows_needed as rows_needed
 from domain.rollouts import Rollout, Segment
 from domain.staleness import too_old
+from trainer import supports
 from trainer.advantages import Estimator
 from trainer.members import judge, member_advantages
 
@@ -127,6 +128,7 @@ def pack(
     trainer_version: int | None = None,
     max_lag: int | None = None,
     stale_policy: StalePolicy = "keep",
+    support_grows: bool = False,
 ) -> Packed:
     """The rollouts of a step as arrays (see the module docstring).
 
@@ -148,6 +150,8 @@ def pack(
         stale_policy: `mask_span` takes older tokens out of the loss (they stay as context, and
             their rollout's reward in the baseline); `wait` and `resubmit` promise that none gets
             here; `keep` trains them.
+        support_grows: give rows that hold more than `support_capacity` kept ids the room they
+            need, instead of refusing them.
 
     Raises:
         ValueError: more rows, wider chains or larger supports than fit; a token newer than the
@@ -172,7 +176,9 @@ def pack(
     needed = max(row_of, default=-1) + 1
     if rows is not None and needed > rows:
         raise ValueError(f"{len(chains)} chains need {needed} rows of {width} tokens, not {rows}")
-    packed = _blank(needed if rows is None else rows, width, support_capacity)
+    kept = _kept(chains, row_of, needed)
+    capacity = supports.room(kept, support_capacity, grows=support_grows)
+    packed = _blank(needed if rows is None else rows, width, capacity)
     _fill(packed, chains, row_of, np.asarray(values, dtype=np.float32))
     if not np.isfinite(packed["behavior_logprobs"]).all():
         row, column = np.argwhere(~np.isfinite(packed["behavior_logprobs"]))[0]
@@ -244,6 +250,16 @@ def _young(version: int, age: _Age | None, rollout: Rollout) -> bool:
     return not old or age.policy == "keep"
 
 
+def _kept(chains: Sequence[_Placed], row_of: Sequence[int], rows: int) -> list[int]:
+    """Kept ids of each row."""
+    kept = [0] * rows
+    for placed, row in zip(chains, row_of, strict=True):
+        for part in placed.sampled:
+            if part.segment.support is not None:
+                kept[row] += int(supports.counts(part.segment.support, part.keep).sum())
+    return kept
+
+
 def _blank(rows: int, width: int, capacity: int | None) -> Packed:
     return {
         name: np.full((rows, (capacity or 0) if name in _SUPPORT else width), fill, dtype=dtype)
@@ -287,61 +303,16 @@ def _fill(
             packed["versions"][row, there] = part.versions
             packed["segment_index"][row, there] = part.index
             packed["rollout_weights"][row, there] = part.keep * weights[placed.rollout]
-            if part.segment.support is not None:
-                kept[row] = _fill_support(packed, row, kept[row], there.start, part)
+            if part.segment.support is not None and "support_ids" in packed:
+                ids, columns = packed["support_ids"][row], packed["support_columns"][row]
+                kept[row] = supports.fill(
+                    ids, columns, kept[row], there.start, part.segment, part.keep
+                )
     if shown:
         places = [(row, column, image.length) for row, column, image in shown]
         digests = b"".join(bytes.fromhex(image.sha256) for *_, image in shown)
         packed["image_places"] = np.array(places, dtype=np.int32)
         packed["image_sha256"] = np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32)
-
-
-def _fill_support(packed: Packed, row: int, filled: int, column: int, part: _Sampled) -> int:
-    """Append a segment's kept sets to its row; returns how full the row is."""
-    support = part.segment.support
-    assert support is not None
-    counts = np.fromiter((len(kept) for kept in support), dtype=np.intp, count=len(support))
-    counts *= np.broadcast_to(part.keep, counts.shape)  # tokens without loss need no set
-    total = int(counts.sum())
-    if total == 0:
-        return filled
-    ids = np.concatenate(
-        [np.asarray(kept, dtype=np.int32) for kept, n in zip(support, counts, strict=True) if n]
-    )
-    owner = np.repeat(np.arange(len(support)), counts)
-    sampled = np.asarray(part.segment.sampled_ids, dtype=np.int32)
-    _check_support(ids, owner, sampled, counts)
-    if "support_ids" not in packed:
-        raise ValueError(
-            "sampling was filtered, so the rows need room for the kept ids: set support_capacity "
-            "(top_k times the width of a row is always enough)"
-        )
-    capacity = packed["support_ids"].shape[1]
-    if filled + total > capacity:
-        raise ValueError(
-            f"row {row} holds at least {filled + total} kept ids, more than support_capacity = "
-            f"{capacity}; raise it (top_k times the width of a row is always enough)"
-        )
-    packed["support_ids"][row, filled : filled + total] = ids
-    packed["support_columns"][row, filled : filled + total] = column + owner
-    return filled + total
-
-
-def _check_support(
-    ids: NDArray[np.int32],
-    owner: NDArray[np.intp],
-    sampled: NDArray[np.int32],
-    counts: NDArray[np.intp],
-) -> None:
-    """Each set must hold the sampled id, exactly once, or its log-probability means nothing."""
-    keys = np.sort(owner.astype(np.int64) << 32 | ids.astype(np.int64))
-    found = np.bincount(owner, ids == sampled[owner], len(sampled))
-    if (keys[1:] == keys[:-1]).any() or (found[counts > 0] != 1).any():
-        bad = int(np.argmax((counts > 0) & (found != 1)))
-        raise ValueError(
-            f"the ids kept by filtered sampling must be distinct and hold the sampled id; they do "
-            f"not for sampled id {int(sampled[bad])} (number {bad} of its segment)"
-        )
 
 
 def _name(rollout: Rollout) -> str:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from domain.rollouts import Rollout, Segment, Status
+from tests.rehearsal import configuration
+from trainer.batch import Batch
 from trainer.objective import usable_gradient
 from trainer.packing import chain_lengths, pack, rows_needed
 
@@ -256,8 +258,32 @@ def test_kept_ids_lie_back_to_back_in_row_order() -> None:
 def test_supports_without_room_are_refused_before_training() -> None:
     with pytest.raises(ValueError, match="set support_capacity"):
         pack(FILTERED, 8)
-    with pytest.raises(ValueError, match="row 0 holds at least 6 kept ids"):
+    with pytest.raises(ValueError, match="row 0 holds 6 kept ids"):
         pack(FILTERED, 8, support_capacity=5)
+
+
+def test_more_ids_that_tie_than_a_row_has_room_for_widen_it() -> None:
+    roomy = pack(FILTERED, 8, support_capacity=6)
+    tied = pack(FILTERED, 8, support_capacity=5, support_grows=True)
+    assert all((roomy[name] == tied[name]).all() for name in roomy)
+    assert pack(FILTERED, 8, support_capacity=7, support_grows=True)["support_ids"].shape == (1, 7)
+    with pytest.raises(ValueError, match="set support_capacity"):
+        pack(FILTERED, 8, support_grows=True)
+
+
+def test_ties_at_the_last_place_of_top_k_stop_no_run() -> None:
+    config = configuration(
+        sampling={"top_k": 2},
+        trainer={"width": 8, "support_capacity": 16},
+        budget={"max_generated_tokens": 7, "segment_tokens": 7, "max_context_tokens": 8},
+    )
+    tied = [(token, 8, 9) for token in range(7)]
+    group = [
+        rollout(sample, [segment([1], list(range(7)), support=tied)], float(sample))
+        for sample in range(2)
+    ]
+    packed = Batch(groups=[group]).pack(config, 4)
+    assert ((packed["support_ids"] >= 0).sum(axis=1)[:2] == 21).all()
 
 
 @pytest.mark.parametrize("kept", [[(5, 9), (4,)], [(3, 3), (4,)], [(3,), (5, 6)]])
