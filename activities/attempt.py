@@ -4,6 +4,7 @@ how the work ended                                   ledger                activ
 an outcome that can be judged                        finished, its status  AttemptRef
 infra_error; anything unforeseen                     finished infra_error  INFRA_ERROR
 the source says cancelled                            finished cancelled    CANCELLED
+its time is up (`groups.timeout`)                    finished cancelled    TIMED_OUT
 the ledger cancelled it (seen at a segment)          finished cancelled    CANCELLED
 Temporal asked to cancel                             finished cancelled    CancelledError
 another execution owns it                            late_result           FENCED
@@ -11,7 +12,7 @@ its worker died and it cannot resume                 –                     LOS
 the source broke its contract                        finished infra_error  SOURCE_BROKEN
 the gateway could not sample for it                  finished infra_error  INFRA_ERROR
 worker shutdown, ledger out of reach for long        –                     WORKER_SHUTDOWN, retried
-timed out, paused, reset: Temporal's to say          –                     CancelledError
+out of Temporal's time, paused, reset                 –                     CancelledError
 
 A beater beside the work shows progress and brings cancels. What an earlier execution committed is in
 the ledger, so a retry goes on from there, and one whose finish had committed only answers.
@@ -23,18 +24,17 @@ import secrets
 import time
 import traceback
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import psycopg
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities import time_limits
 from activities.harness import LOOK_EVERY_S
 from activities.play import play
 from activities.sampler import Sampler
 from activities.session import (
-    LONGEST_S,
     Access,
     GatewayFailed,
     SessionRecorder,
@@ -68,6 +68,10 @@ MESSAGE_LIMIT, ERROR_LIMIT = 2_000, 20_000
 """Characters of an error in a workflow's history, and in the ledger."""
 
 
+class OutOfTime(Exception):
+    """The attempt's time is up."""
+
+
 class Attempts:
     """Runs attempts in a rollout worker. One per process and event loop."""
 
@@ -97,6 +101,7 @@ class Attempts:
             ApplicationError: its type is an `AttemptFailure`.
             CancelledError: as Temporal asked.
         """
+        began = time.monotonic()
         try:
             setup = await self._setup(i.run)
             started, cancelled = await whole(
@@ -107,7 +112,7 @@ class Attempts:
                 return _answer(started.ended, started.error)
             if cancelled:
                 await self._cancelled(i, started.fence)
-            return await self._play(i, setup, started)
+            return await self._play(i, setup, started, began)
         except (psycopg.OperationalError, ObjectError) as error:
             raise _failure(AttemptFailure.WORKER_SHUTDOWN, f"out of reach: {error}") from error
         except ApplicationError:
@@ -122,13 +127,16 @@ class Attempts:
         except ConfigError as error:
             raise _failure(AttemptFailure.SOURCE_BROKEN, str(error)) from error
 
-    async def _play(self, i: AttemptIn, setup: Setup, started: Started) -> AttemptRef:
+    async def _play(self, i: AttemptIn, setup: Setup, started: Started, began: float) -> AttemptRef:
         access = await self._access(i, setup, started)
-        recorder = await self._recorder(i, setup, started, access)
+        recorder = await self._recorder(i, setup, started, access, began)
         work = asyncio.create_task(_work(setup, started, recorder))
         recorder.bind(work)
         try:
-            outcome = await self._beside_a_beater(i, work, recorder)
+            left = time_limits.left_s(setup.config, began)
+            outcome = await self._beside_a_beater(i, work, recorder, left)
+        except OutOfTime:
+            await self._fail(i, started.fence, AttemptFailure.TIMED_OUT, "out of time")
         except asyncio.CancelledError:
             await self._cancelled(i, started.fence, recorder.halted)
         except Fenced as error:
@@ -176,7 +184,7 @@ class Attempts:
             logger.warning("a key was not revoked: %s", error)
 
     async def _recorder(
-        self, i: AttemptIn, setup: Setup, started: Started, access: Access | None
+        self, i: AttemptIn, setup: Setup, started: Started, access: Access | None, began: float
     ) -> SessionRecorder:
         key = (i.run, i.group, i.sample, i.attempt)
         resumed = started.segments > 0
@@ -189,21 +197,28 @@ class Attempts:
             recorded=await self._ledger.run(segments.read, *key) if resumed else (),
             places=await self._ledger.run(segments.places, *key) if resumed else (),
             stop_ids=tuple(setup.chat.stop_ids),
-            patience_s=_patience_s(),
+            patience_s=time_limits.patience_s(setup.config, began),
             # What cannot resume elsewhere uses the time that the worker's shutdown grants.
             draining=activity.is_worker_shutdown if resumable else lambda: False,
             access=access,
         )
 
     async def _beside_a_beater(
-        self, i: AttemptIn, work: "asyncio.Task[Outcome]", recorder: SessionRecorder
+        self,
+        i: AttemptIn,
+        work: "asyncio.Task[Outcome]",
+        recorder: SessionRecorder,
+        left_s: float | None,
     ) -> Outcome:
-        """The outcome of `work`, which is cancelled with us or when its heartbeat stops."""
+        """The outcome of `work`, which is cancelled with us, when its time is up or its heartbeat
+        stops."""
         beater = asyncio.create_task(_beat(recorder))
         try:
-            await asyncio.wait([work, beater], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            await asyncio.wait([work, beater], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if beater.done() and not work.done():
                 beater.result()
+            if not work.done():
+                raise OutOfTime
             return await work
         finally:
             beater.cancel()
@@ -268,9 +283,11 @@ class Attempts:
         self, i: AttemptIn, fence: int, failure: AttemptFailure, message: str
     ) -> NoReturn:
         """End the attempt unscored, and fail the activity."""
-        cancelled = failure is AttemptFailure.CANCELLED
+        timed_out = failure is AttemptFailure.TIMED_OUT
+        cancelled = timed_out or failure is AttemptFailure.CANCELLED
         end = Ending(
             status=Status.CANCELLED if cancelled else Status.INFRA_ERROR,
+            timed_out=timed_out,
             error_type=failure.value,
             error=clean(message)[:ERROR_LIMIT],
         )
@@ -351,22 +368,6 @@ def _answer(ended: AttemptRef, error: str) -> AttemptRef:
         return ended
     cancelled = ended.status == Status.CANCELLED
     raise _failure(AttemptFailure.CANCELLED if cancelled else AttemptFailure.INFRA_ERROR, error)
-
-
-def _patience_s() -> float:
-    """Seconds for which engines are tried again: a little less than Temporal gives the attempt."""
-    info = activity.info()
-    waited = info.started_time - info.scheduled_time  # both by the server's clock
-    limits = [
-        limit
-        for limit in (
-            info.start_to_close_timeout,
-            info.schedule_to_close_timeout and info.schedule_to_close_timeout - waited,
-        )
-        if limit
-    ]
-    left = min(limits, default=timedelta(seconds=LONGEST_S)).total_seconds()
-    return max(0.0, left - min(2.0, 0.1 * left))
 
 
 def _describe(error: Exception) -> str:

@@ -33,6 +33,7 @@ class AttemptFailure(StrEnum):
 
     INFRA_ERROR = "INFRA_ERROR"  # not the policy's fault: resubmitted, counted as a failure
     CANCELLED = "CANCELLED"  # the source says so: resubmitted, counted as a failure
+    TIMED_OUT = "TIMED_OUT"  # `groups.timeout` is up: resubmitted, counted as a failure
     LOST = "LOST"  # the platform died under it and it cannot resume: resubmitted, no failure
     FENCED = "FENCED"  # a newer execution owns the attempt; nothing was written
     SOURCE_BROKEN = "SOURCE_BROKEN"  # the source broke its contract: the run fails

@@ -50,6 +50,8 @@ class Ending:
     """The environment's own measurements, summed into the step record."""
     cause: str | None = None
     """Truncation cause."""
+    timed_out: bool = False
+    """Cancelled because its time was up."""
     error_type: str | None = None
     error: str | None = None
 
@@ -161,14 +163,15 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
     outcome = verdict(end.status, end.reward, policy)
     # After the straggler deadline nothing is tried again: an unscored tail joins without a verdict.
     joins = outcome.joins or (outcome.resubmit == "unscored" and group["deadline_reached"])
-    again = row["cancel_cause"] is not None and row["cancel_cause"] != "deadline"
+    cancel_cause = row["cancel_cause"] or ("timeout" if end.timed_out else None)
+    again = cancel_cause is not None and cancel_cause != "deadline"
     open_ = group["state"] == "submitted" and not again
     member = joins and open_ and (row["members"] < group["group_size"] or _give_way(tx, i, end))
-    cancelled_as = CANCELLED_AS.get(row["cancel_cause"])
+    tried_again = cancel_cause in CANCELLED_AS
     surplus = not member and (
-        joins and cancelled_as is None
+        joins and not tried_again
         if end.status in SCORED
-        else end.status is Status.CANCELLED and row["cancel_cause"] in (None, "surplus")
+        else end.status is Status.CANCELLED and cancel_cause in (None, "surplus")
     )
     ended = tx.execute(
         """UPDATE attempts SET state = 'finished', status = %(status)s, reward = %(reward)s,
@@ -180,7 +183,7 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
                     = (%(run)s, %(group)s, %(sample)s, %(attempt)s) AND s.tokens > 0
                 GROUP BY chain ORDER BY chain) WHEN %(scored)s THEN '{}' END,
             member = %(member)s, surplus = %(surplus)s, error_type = %(error_type)s,
-            error = %(error)s, finished_at = clock_timestamp()
+            cancel_cause = %(cancel_cause)s, error = %(error)s, finished_at = clock_timestamp()
         WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
         RETURNING sample, attempt, status, member, surplus, cancel_cause, truncation, reward,
             policy_tokens, turns, pinned_version, oldest_version""",
@@ -195,6 +198,7 @@ def finish(tx: Tx, i: AttemptIn, fence: int, end: Ending) -> AttemptRef:
             "trains": end.status in SCORED and trains(end.status, policy),
             "member": member,
             "surplus": surplus,
+            "cancel_cause": cancel_cause,
             "error_type": end.error_type,
             "error": end.error,
         },

@@ -5,7 +5,8 @@ every test of the ledger is also a test of its invariants.
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import psycopg
 import pytest
@@ -29,22 +30,47 @@ def ledger_template(postgres_url: str) -> str:
 @pytest.fixture
 def ledger_url(postgres_url: str, ledger_template: str) -> Iterator[str]:
     """URL of an empty, migrated ledger of the test's own."""
-    name = f"ledger_{secrets.token_hex(6)}"
-    with psycopg.connect(postgres_url, autocommit=True) as admin:
-        admin.execute(
-            sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(
-                sql.Identifier(name), sql.Identifier(ledger_template)
-            )
-        )
-        url = conninfo.make_conninfo(postgres_url, dbname=name)
+    with database_of(postgres_url, ledger_template) as url:
         yield url
-        admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 @pytest.fixture
 def ledger(ledger_url: str) -> Iterator[Ledger]:
     """An open ledger, whose invariants are checked when the test ends."""
-    opened = Ledger.open(ledger_url, pool=6, application="tests")
+    with opened_ledger(ledger_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def fresh_ledger(
+    postgres_url: str, ledger_template: str
+) -> Callable[[], AbstractContextManager[Ledger]]:
+    """Opens ledgers like `ledger`, for tests that make more runs than one of them takes quickly."""
+
+    @contextmanager
+    def fresh() -> Iterator[Ledger]:
+        with database_of(postgres_url, ledger_template) as url, opened_ledger(url) as opened:
+            yield opened
+
+    return fresh
+
+
+@contextmanager
+def database_of(postgres_url: str, template: str) -> Iterator[str]:
+    name = f"ledger_{secrets.token_hex(6)}"
+    with psycopg.connect(postgres_url, autocommit=True) as admin:
+        admin.execute(
+            sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(
+                sql.Identifier(name), sql.Identifier(template)
+            )
+        )
+        yield conninfo.make_conninfo(postgres_url, dbname=name)
+        admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+@contextmanager
+def opened_ledger(url: str) -> Iterator[Ledger]:
+    opened = Ledger.open(url, pool=6, application="tests")
     yield opened
     try:
         opened.call(check_invariants)

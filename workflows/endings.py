@@ -18,6 +18,12 @@ Kind = Literal["member", "over", "again", "fenced", "broken"]
 ERROR_LIMIT = 2_000
 """Characters of an error that travel on; the whole of it stands in the worker's log."""
 
+CANCELLED: dict[str, str] = {
+    AttemptFailure.CANCELLED: "cancelled",
+    AttemptFailure.TIMED_OUT: "timeout",
+}
+"""Failures that are no error of anybody's, and what is counted."""
+
 LOSSES = {
     AttemptFailure.LOST,
     AttemptFailure.WORKER_SHUTDOWN,
@@ -93,11 +99,11 @@ def _of_application_error(error: ApplicationError) -> Ending:
         return Ending(kind="fenced")
     if error.type == AttemptFailure.SOURCE_BROKEN:
         return Ending(kind="broken", error_type=error.type, error=error.message[:ERROR_LIMIT])
-    cancelled = error.type == AttemptFailure.CANCELLED
+    cause = CANCELLED.get(error.type or "")
     return Ending(
         kind="again",
-        cause="cancelled" if cancelled else "infra_error",
-        status="cancelled" if cancelled else "infra_error",
+        cause=cause or "infra_error",
+        status="infra_error" if cause is None else "cancelled",
         error_type=error.type,
         error=error.message[:ERROR_LIMIT],
     )

@@ -47,6 +47,10 @@ LEDGER_STEP = LocalActivityConfig(
 """A transaction of a few milliseconds. Local: it costs one history event and no server round trip
 (docs/adr/local-ledger-steps.md)."""
 
+LAST_WORDS = timedelta(seconds=5)
+"""An attempt whose time is up ends by itself and records what was sampled; Temporal waits so long
+before it ends one that cannot, or that never began."""
+
 FRESH, RESUBMITTED = Priority(priority_key=3), Priority(priority_key=1)
 """A replacement is what its group waits for, so it goes first."""
 
@@ -63,7 +67,7 @@ def attempt_options(group: GroupIn, which: AttemptIn) -> ActivityConfig:
         priority=RESUBMITTED if which.attempt else FRESH,
         schedule_to_close_timeout=None
         if group.timeout_s is None
-        else timedelta(seconds=group.timeout_s),
+        else timedelta(seconds=group.timeout_s) + LAST_WORDS,
         start_to_close_timeout=timedelta(seconds=group.hard_cap_s),
         heartbeat_timeout=timedelta(seconds=group.heartbeat_s),
         retry_policy=RetryPolicy(

@@ -1,16 +1,24 @@
-"""Fifty rollouts in flight are cancelled: ledger, outbox, workflow, activity and engine, all real."""
+"""Fifty rollouts in flight are cancelled: ledger, outbox, workflow, activity and engine, all real.
 
+By a person, by their time limit, by the lag bound. Each of their requests is a long one, so what is
+cancelled is in the middle of its sampling; the engine must be idle soon, and what it had sampled must
+stand in the ledger.
+"""
+
+import asyncio
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from domain.config import OWN_LOOP
+from domain.config import RunConfig
 from domain.data import TaskStream
 from domain.environments import Env, RolloutView
 from domain.rollouts import Task
@@ -21,79 +29,133 @@ from storage.objects import ObjectStore
 from tests.policy_runs import configuration, processes
 from trainer import loop
 
-ROLLOUTS = 50
+GROUPS, SIZE = 5, 10
+ROLLOUTS = GROUPS * SIZE
+NEARLY_ALL = 40
+IDLE_S = 3.0
+"""From the moment when the rollouts are told until the engine has nothing to do."""
+GENEROUS_S = 30.0
+ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 1200)))
+"""A network that knows nothing ends a turn once in so many tokens: requests are long."""
 log = logging.getLogger(__name__)
-GENEROUS_S = 15.0
-"""The engine is idle within 3 s on a machine of its own; here it shares two cores with the tests."""
 
 
 class Talker(Env):
-    """Never ends by itself."""
+    """Talks on for ever. A short task ends with its first turn; a rollout that is tried again hangs
+    before it samples anything."""
+
+    def __init__(self) -> None:
+        self._begun: Counter[str] = Counter()
 
     async def reset(self, task: Task) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": "0123="}]
+        self._begun[task.id] += 1
+        if self._begun[task.id] > SIZE:
+            await asyncio.Event().wait()
+        return [{"role": "user", "content": ALPHABET[:4]}]
 
-    async def on_turn(self, rollout: RolloutView) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": "?="}]
+    async def on_turn(self, rollout: RolloutView) -> list[dict[str, Any]] | None:
+        if rollout.task.data["short"]:
+            return None
+        return [{"role": "user", "content": ALPHABET[:1]}]
 
     async def reward(self, rollout: RolloutView, task: Task) -> float:
-        return 0.0
+        return float(ord(str(rollout.messages[-1]["content"] or "?")[0]) % 2)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_fifty_rollouts_cancelled_in_flight_leave_the_engine_idle_and_their_tokens_recorded(
-    services: Services, tmp_path: Path
-) -> None:
+class Scene:
+    """A run in progress and what its ledger and engine say."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger, engine: str, ending: Future[str]) -> None:
+        self.run = config.name
+        self.ledger = ledger
+        self.engine = engine
+        self.ending = ending
+
+    def busy(self) -> int:
+        """Requests that the engine runs or keeps waiting."""
+        told = httpx.get(f"{self.engine}/health", timeout=30).json()
+        return int(told["running"]) + int(told["waiting"])
+
+    def value(self, query: str) -> Any:
+        with self.ledger.transaction() as tx:
+            row = tx.execute(query, {"run": self.run}).fetchone()
+        assert row is not None
+        (value,) = row.values()
+        return value
+
+    def count(self, where: str) -> int:
+        return int(
+            self.value(f"SELECT count(*) AS n FROM attempts a WHERE run_id = %(run)s AND {where}")
+        )
+
+    def wait_idle(self, within_s: float) -> None:
+        began = time.monotonic()
+        wait(lambda: self.busy() == 0, within_s)
+        log.info("the engine was idle after %.2f s", time.monotonic() - began)
+
+    def recorded(self) -> tuple[int, int]:
+        """Cancelled attempts whose tokens stand in the ledger, and how many of them were cut short
+        within a request; the others happened to be between two."""
+        ended = "status = 'cancelled' AND policy_tokens > 0 AND NOT member"
+        return self.count(ended), self.count(
+            f"{ended} AND (SELECT finish_reason = 'abort' AND tokens > 0 FROM segments s WHERE "
+            "(s.run_id, s.group_id, s.sample, s.attempt) = (a.run_id, a.group_id, a.sample, "
+            "a.attempt) ORDER BY seq DESC LIMIT 1)"
+        )
+
+
+LIVE = "state IN ('submitted', 'running')"
+REQUESTING = "state = 'running' AND cancel_cause IS NULL AND started_at < now() - interval '2 s'"
+
+
+@contextmanager
+def scene(
+    services: Services, folder: Path, short: int, **sections: Mapping[str, Any]
+) -> Iterator[Scene]:
+    """Five groups of ten endless rollouts, and `short` groups that end at once, beside them."""
     upgrade(services.database_url)
     ObjectStore(services).prepare()
-    config = configuration(
-        1,
-        tasks={"batch_size": 5},
-        groups={"size": 10, "timeout": 600.0},
-        schedule={
+    tiny = {"alphabet": ALPHABET, "dim": 32, "layers": 2, "heads": 2, "max_positions": 16384}
+    tables: dict[str, Mapping[str, Any]] = {
+        "tasks": {"batch_size": GROUPS},
+        "groups": {"size": SIZE, "timeout": 600.0},
+        "schedule": {
             "order": "dataset",
             "stale_policy": "resubmit",
             "ahead": 0,
             "max_lag": 0,
             "max_empty_batches": 0,
         },
-        budget={
+        "budget": {
             "max_turns": 100_000,
             "max_generated_tokens": 100_000,
-            "segment_tokens": 1000,
+            "segment_tokens": 4096,
             "max_turn_tokens": None,
         },
-        model={"tiny": {**configuration(1).model.model_dump()["tiny"], "max_positions": 4096}},
-        trainer={"width": 4096, "truncation": "mask"},
-    )
-    assert config.tasks.source == OWN_LOOP
+        "model": {"tiny": tiny},
+        "trainer": {"width": 16384, "truncation": "mask"},
+    }
+    for name, table in sections.items():
+        tables[name] = {**tables.get(name, {}), **table}
+    config = configuration(100, **tables)
+    endless = [Task(f"long{n}", {"short": False}) for n in range(GROUPS)]
+    brief = [Task(f"short{n}", {"short": True}) for n in range(short)]
     with (
-        processes(services, tmp_path, Talker()) as running,
+        processes(services, folder, Talker()) as running,
         ThreadPoolExecutor(1) as trainer,
     ):
-        ledger = running.ledger
-        ledger.call(runs.create, config, world={})
-        stream = TaskStream(tasks=[Task(f"t{n}", {}) for n in range(5)], batch_size=5)
+        running.ledger.call(runs.create, config, world={})
+        stream = TaskStream(tasks=[*endless, *brief], batch_size=config.tasks.batch_size, epochs=1)
         ending = trainer.submit(
             loop.run, config.name, running.services, holder="here:1", stream=stream
         )
-        wait(lambda: sampling(ledger, config.name) == ROLLOUTS, 120)
         (engine,) = running.services.engines
-        assert busy(engine) > 0
-        ledger.call(runs.fail, config.name, "cancelled by the test")
-        told = time.monotonic()
-        wait(lambda: busy(engine) == 0, GENEROUS_S)
-        log.info("idle %.2f s after %d were cancelled", time.monotonic() - told, ROLLOUTS)
-        wait(lambda: live(ledger, config.name) == 0, GENEROUS_S)
-        assert ending.result(60) == "failed"
-        assert recorded(ledger, config.name) == ROLLOUTS
-
-
-def busy(engine: str) -> int:
-    """Requests that an engine runs or keeps waiting."""
-    told = httpx.get(f"{engine}/health", timeout=30).json()
-    return int(told["running"]) + int(told["waiting"])
+        it = Scene(config, running.ledger, engine, ending)
+        try:
+            yield it
+        finally:
+            running.ledger.call(runs.fail, config.name, "cancelled by the test")
+            ending.result(60)
 
 
 def wait(holds: Callable[[], bool], within_s: float) -> None:
@@ -103,25 +165,63 @@ def wait(holds: Callable[[], bool], within_s: float) -> None:
         time.sleep(0.05)
 
 
-def count(ledger: Ledger, run: str, where: str) -> int:
-    with ledger.transaction() as tx:
-        row = tx.execute(
-            f"SELECT count(*) AS n FROM attempts WHERE run_id = %s AND {where}",
-            (run,),
-        ).fetchone()
-    assert row is not None
-    return int(row["n"])
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_is_ended_leaves_the_engine_idle_and_its_partial_output_recorded(
+    services: Services, tmp_path: Path
+) -> None:
+    with scene(services, tmp_path, short=0) as s:
+        wait(lambda: s.count(REQUESTING) == ROLLOUTS and s.busy() == ROLLOUTS, 120)
+        s.ledger.call(runs.fail, s.run, "cancelled by the test")
+        s.wait_idle(IDLE_S)
+        wait(lambda: s.count(LIVE) == 0, GENEROUS_S)
+        assert s.ending.result(60) == "failed"
+        everyone, cut_short = s.recorded()
+        assert everyone == ROLLOUTS
+        assert cut_short >= NEARLY_ALL
 
 
-def sampling(ledger: Ledger, run: str) -> int:
-    """Attempts that run, are not cancelled, and have tokens in the ledger."""
-    return count(ledger, run, "state = 'running' AND cancel_cause IS NULL AND policy_tokens > 0")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rollouts_that_run_out_of_time_leave_the_engine_idle_and_their_partial_output_recorded(
+    services: Services, tmp_path: Path
+) -> None:
+    limit_s = 30.0
+    with scene(services, tmp_path, short=0, groups={"timeout": limit_s, "max_attempts": 2}) as s:
+        wait(lambda: s.count(REQUESTING) == ROLLOUTS and s.busy() == ROLLOUTS, limit_s)
+        left = limit_s - float(
+            s.value(
+                "SELECT extract(epoch FROM now() - max(begun_at)) AS s FROM groups "
+                "WHERE run_id = %(run)s"
+            )
+        )
+        assert left > 2
+        time.sleep(left - 1)
+        s.wait_idle(1 + IDLE_S)
+        wait(lambda: s.count("status IS NOT NULL") == ROLLOUTS, GENEROUS_S)
+        assert s.count("resubmitted_as = 'timeout' AND counts_as_failure") == ROLLOUTS
+        everyone, cut_short = s.recorded()
+        assert everyone == ROLLOUTS
+        assert cut_short >= NEARLY_ALL
 
 
-def live(ledger: Ledger, run: str) -> int:
-    return count(ledger, run, "state IN ('submitted', 'running')")
-
-
-def recorded(ledger: Ledger, run: str) -> int:
-    """Cancelled attempts whose tokens stand in the ledger."""
-    return count(ledger, run, "status = 'cancelled' AND policy_tokens > 0 AND NOT member")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rollouts_past_the_lag_bound_leave_the_engine_idle_and_their_partial_output_recorded(
+    services: Services, tmp_path: Path
+) -> None:
+    schedule = {"order": "admission", "ahead": 5, "max_lag": 5}
+    trainer = {"overflow": "accumulate", "estimator": "mean"}
+    with scene(
+        services, tmp_path, 8, tasks={"batch_size": 1}, schedule=schedule, trainer=trainer
+    ) as s:
+        stale = "cancel_cause = 'stale'"
+        wait(lambda: s.count(stale) > 0, 240)
+        s.wait_idle(IDLE_S)
+        wait(lambda: s.count(f"{stale} AND status IS NOT NULL") == ROLLOUTS, GENEROUS_S)
+        assert (
+            s.count(f"{stale} AND resubmitted_as = 'stale' AND NOT counts_as_failure") == ROLLOUTS
+        )
+        everyone, cut_short = s.recorded()
+        assert everyone == ROLLOUTS
+        assert cut_short >= NEARLY_ALL

@@ -1,5 +1,6 @@
 """What each end of an attempt asks of its group, and which errors Temporal never retries."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ def timed_out(kind: TimeoutType) -> TimeoutError:
     [
         (AttemptFailure.INFRA_ERROR, "infra_error", "infra_error", False),
         (AttemptFailure.CANCELLED, "cancelled", "cancelled", False),
+        (AttemptFailure.TIMED_OUT, "timeout", "cancelled", False),
         (AttemptFailure.LOST, "infra_error", "infra_error", True),
         (AttemptFailure.WORKER_SHUTDOWN, "infra_error", "infra_error", True),
         ("ActivityPause", "infra_error", "infra_error", True),
@@ -157,7 +159,8 @@ def test_an_attempt_has_its_own_name_queue_and_limits() -> None:
     assert again["task_queue"] == "rollout-maths"
     assert again["priority"] == options.RESUBMITTED
     assert first["priority"] == options.FRESH
-    assert again["schedule_to_close_timeout"].total_seconds() == 120  # type: ignore[union-attr]
+    whole = again["schedule_to_close_timeout"]
+    assert whole == timedelta(seconds=120) + options.LAST_WORDS
     assert again["start_to_close_timeout"].total_seconds() == 150  # type: ignore[union-attr]
     assert again["retry_policy"].maximum_attempts == 3  # type: ignore[union-attr]
     assert "schedule_to_start_timeout" not in again

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from temporalio.activity import ActivityCancellationDetails
@@ -24,6 +26,8 @@ from tests.attempted import (
     with_engines,
 )
 from tests.stub_engine import StubEngine
+
+ONE_SECOND = timedelta(seconds=1)
 
 
 async def test_a_cancel_reaches_the_engine_and_the_partial_output_is_recorded(
@@ -49,6 +53,30 @@ async def test_a_cancel_reaches_the_engine_and_the_partial_output_is_recorded(
     assert (partial.finish_reason, partial.sampled_ids.tolist()) == ("abort", [100, 101])
     row = b.attempt(group, 0)
     assert (row["state"], row["status"], row["policy_tokens"]) == ("finished", "cancelled", 2)
+
+
+async def test_a_rollout_that_is_out_of_time_stops_by_itself_with_its_partial_output(
+    make: Make, engine: StubEngine, client: EngineClient
+) -> None:
+    b = make(groups={"size": 4, "timeout": 1.5})
+    engine.hold = asyncio.Event()
+    with_engines(b, engine.url)
+    group = b.group()
+    waited = limited(60)
+    waited.info = replace(waited.info, scheduled_time=waited.info.started_time - ONE_SECOND)
+    began = time.monotonic()
+    kind, _, final = await failure(
+        Worker(b, client, Session(sample_once)).play(b.key(group, 0), waited)
+    )
+    assert (kind, final) == ("TIMED_OUT", True)
+    assert 0.4 < time.monotonic() - began < 10  # the second in which it waited for a slot counts
+    assert engine.running == 0
+    (partial,) = b.ledger.call(segments.read, b.run, group, 0, 0)
+    assert (partial.finish_reason, partial.sampled_ids.tolist()) == ("abort", [100, 101])
+    row = b.attempt(group, 0)
+    assert (row["status"], row["cancel_cause"], row["surplus"]) == ("cancelled", "timeout", False)
+    assert b.fail(group, 0, "cancelled").cause == "timeout"
+    assert b.attempt(group, 0)["counts_as_failure"]
 
 
 @pytest.mark.parametrize(

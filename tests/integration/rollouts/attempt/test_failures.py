@@ -39,11 +39,11 @@ async def test_failing_engines_are_tried_again_elsewhere(
 async def test_engines_that_stay_away_are_an_infra_error_within_the_limit(
     make: Make, client: EngineClient
 ) -> None:
-    b = make()
+    b = make(groups={"size": 4, "timeout": 3.0})
     with_engines(b, "http://127.0.0.1:9")
     group = b.group()
     began = time.monotonic()
-    play = Worker(b, client, Session(sample_once)).play(b.key(group, 0), limited(3.0))
+    play = Worker(b, client, Session(sample_once)).play(b.key(group, 0), limited(60))
     kind, message, final = await failure(play)
     assert (kind, final) == ("INFRA_ERROR", True)
     assert "EngineUnavailable" in message
