@@ -26,6 +26,9 @@ Args = Mapping[str, Any]
 SIZE = "size"
 """The one argument that is not verifiers': how many tasks are taken, for tasksets without end."""
 _MODEL = "policy"
+_serving: set[asyncio.Task[None]] = set()
+"""What keeps shared servers up: the loop itself holds its tasks weakly, and one that were collected
+with its source would leave them running."""
 
 
 class VerifiersSource:
@@ -65,6 +68,8 @@ class VerifiersSource:
         if self._serving is None or self._serving.done():
             self._ready = asyncio.get_running_loop().create_future()
             self._serving = asyncio.create_task(self._serve(self._ready))
+            _serving.add(self._serving)
+            self._serving.add_done_callback(_serving.discard)
         assert self._ready is not None
         await asyncio.shield(self._ready)
 

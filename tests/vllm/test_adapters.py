@@ -2,6 +2,9 @@
 
 import asyncio
 import copy
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,18 @@ def folders(lab: Lab) -> list[str]:
     return sorted(path.name for path in (Path(lab.source.folder) / "adapters").iterdir())
 
 
+@contextmanager
+def frozen(lab: Lab) -> Iterator[None]:
+    """The server's process answers nobody."""
+    process = lab.server._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
 async def test_version_0_is_an_adapter_that_changes_nothing(adapters: Lab) -> None:
     adapters.source.stored["base"] = Stored(BASE.tensors, BASE.tensors, BASE.sha256, probe_of(BASE))
     await adapters.load("run@0", stored(A[0]))
@@ -129,21 +144,22 @@ async def test_an_unloaded_version_finishes_what_it_began_and_its_folder_lasts_a
     adapters: Lab,
 ) -> None:
     """Deleted earlier, a server that evicted the adapter meanwhile would die of reading it."""
-    ids = [1, 2, 3]
+    ids, next_one = [1, 2, 3], stored(A[2])
     pending = asyncio.create_task(ask(adapters, ids, "run@0", max_tokens=400))
     await reach(adapters.client, adapters.url, lambda health: health.running == 1)
     await adapters.client.unload(adapters.url, "run@0")
-    with pytest.raises(EngineUnavailable, match="not resident any more"):
-        await ask(adapters, ids, "run@0")
-    with pytest.raises(EngineUnavailable, match=r"run@0 \(requests left\)"):
-        await adapters.load("run@2", stored(A[2]))
-    assert any(name.startswith("run@0-") for name in folders(adapters))
+    with frozen(adapters):  # the request cannot end meanwhile; what follows asks the front alone
+        with pytest.raises(EngineUnavailable, match="not resident any more"):
+            await ask(adapters, ids, "run@0")
+        with pytest.raises(EngineUnavailable, match=r"run@0 \(requests left\)"):
+            await adapters.load("run@2", next_one)
+        assert any(name.startswith("run@0-") for name in folders(adapters))
     found = await pending
     assert found.spans == ((0, 400),)
     assert error(A[0], ids, found) < EXACT
     await idle(adapters.client, adapters.url)
     assert not any(name.startswith("run@0-") for name in folders(adapters))
-    await adapters.load("run@2", stored(A[2]))
+    await adapters.load("run@2", next_one)
     assert error(A[2], ids, await ask(adapters, ids, "run@2")) < EXACT
 
 
