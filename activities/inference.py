@@ -25,10 +25,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-import httpx
+import aiohttp
 
 from activities.answers import Generated, SamplingParams, expansion, generated, required
-from activities.connections import Connections
+from activities.connections import Answer, Connections
 from activities.liveness import HEALTH_TIMEOUT_S, Liveness
 from domain import tracing
 from domain.errors import EngineBusy, EngineError, EngineRefused, EngineUnavailable, WrongVersion
@@ -87,8 +87,7 @@ class EngineClient:
             answer_s: seconds one generation may take, alive or not.
             load_s: seconds an engine may take to fetch and check weights.
         """
-        self._http = Connections(connections, httpx.Timeout(HEALTH_TIMEOUT_S, connect=connect_s))
-        self._connect_s = connect_s
+        self._http = Connections(connections, connect_s=connect_s)
         self._answer_s = answer_s
         self._load_s = load_s
         self._liveness = Liveness(self._look)
@@ -257,11 +256,11 @@ class EngineClient:
             **{name: required(engine_url, body, name, int) for name in numbers},
         )
 
-    async def _look(self, engine_url: str) -> httpx.Response:
-        answer = await self._ask(httpx.Request("GET", engine_url + "/health"), HEALTH_TIMEOUT_S)
-        if answer.status_code != 200:
+    async def _look(self, engine_url: str) -> Answer:
+        answer = await self._ask("GET", engine_url + "/health", timeout_s=HEALTH_TIMEOUT_S)
+        if answer.status != 200:
             raise EngineUnavailable(
-                f"engine {engine_url}/health answered {answer.status_code}: {answer.text[:500]}"
+                f"engine {engine_url}/health answered {answer.status}: {answer.text[:500]}"
             )
         return answer
 
@@ -311,11 +310,12 @@ class EngineClient:
 
     async def _post(
         self, engine_url: str, path: str, content: bytes, *, timeout_s: float, absent: bool = False
-    ) -> httpx.Response:
+    ) -> Answer:
         headers = {"Content-Type": "application/json", **tracing.carrier()}
-        request = httpx.Request("POST", engine_url + path, content=content, headers=headers)
-        answer = await self._ask(request, timeout_s)
-        status = answer.status_code
+        answer = await self._ask(
+            "POST", engine_url + path, content=content, headers=headers, timeout_s=timeout_s
+        )
+        status = answer.status
         if status == 404 and absent:
             return answer
         if status == 429:
@@ -330,27 +330,34 @@ class EngineClient:
             )
         return answer
 
-    async def _ask(self, request: httpx.Request, timeout_s: float) -> httpx.Response:
-        limits = httpx.Timeout(timeout_s, connect=self._connect_s)
-        request.extensions["timeout"] = limits.as_dict()
+    async def _ask(
+        self,
+        method: str,
+        url: str,
+        *,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float,
+    ) -> Answer:
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._http.send(request)
-        except (httpx.TransportError, TimeoutError) as error:
+            return await self._http.send(
+                method, url, content=content, headers=headers, timeout_s=timeout_s
+            )
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(
-                f"engine {request.url}: {type(error).__name__} {error}".rstrip()
+                f"engine {url}: {type(error).__name__} {error}".rstrip()
             ) from error
 
 
-def _has_restarted(answer: httpx.Response) -> bool:
+def _has_restarted(answer: Answer) -> bool:
     """Whether the engine does not know the policy: nobody is sent to one that never held it.
 
     It has restarted, and until its new incarnation is seen the routes still lead there.
     """
-    if answer.status_code != 404:
+    if answer.status != 404:
         return False
     try:
-        return bool(answer.json()["error"]["type"] == "UnknownPolicy")
+        return bool(json.loads(answer.content)["error"]["type"] == "UnknownPolicy")
     except (ValueError, LookupError, TypeError):
         return False
 
@@ -359,9 +366,9 @@ def _encode(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _json(engine_url: str, answer: httpx.Response) -> dict[str, Any]:
+def _json(engine_url: str, answer: Answer) -> dict[str, Any]:
     try:
-        body = answer.json()
+        body = json.loads(answer.content)
     except ValueError as error:
         raise EngineUnavailable(
             f"engine {engine_url} answered what is not JSON: {answer.text[:200]!r}"

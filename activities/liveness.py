@@ -6,14 +6,14 @@ row, or another incarnation, end the wait with EngineUnavailable.
 """
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
+from activities.connections import Answer
 from domain.errors import EngineUnavailable
 
 HEALTH_EVERY_S = 3.0
@@ -33,7 +33,7 @@ class _Watch:
 class Liveness:
     """Watches the engines that requests of this process wait for."""
 
-    def __init__(self, look: Callable[[str], Awaitable[httpx.Response]]) -> None:
+    def __init__(self, look: Callable[[str], Awaitable[Answer]]) -> None:
         """`look` asks the `/health` of an engine, or raises EngineUnavailable."""
         self._look = look
         self._watches: dict[str, _Watch] = {}
@@ -64,7 +64,7 @@ class Liveness:
             answer = await self._look(engine_url)
             watch.failures = 0
             if answer.content:  # vLLM's body is empty
-                watch.incarnation = answer.json().get("incarnation")
+                watch.incarnation = json.loads(answer.content).get("incarnation")
         except (EngineUnavailable, ValueError):
             watch.failures += 1
         finally:

@@ -53,7 +53,7 @@ from activities.inference import EngineClient
 from activities.routing import Router
 from activities.sampler import Sampler
 from activities.sessions import Sessions
-from rollbook.gateway import make_server
+from rollbook.gateway import make_server, spare_the_collector
 from storage import runs
 from storage.database import Ledger
 
@@ -68,6 +68,7 @@ class Format:
 
 async def main():
     sampler = Sampler(ledger, EngineClient(), Router(ledger))
+    spare_the_collector()
     await make_server(Gateway(Sessions(sampler, Format())), host="127.0.0.1", port=int(port)).serve()
 
 asyncio.run(main())
@@ -233,7 +234,7 @@ def _question(number: int) -> dict[str, Any]:
 async def _direct(
     engine: str, run: str, chat: Chat, count: int, calls: int, spread: float
 ) -> list[float]:
-    http = Connections(2 * count, httpx.Timeout(60))
+    http = Connections(2 * count, connect_s=5.0)
 
     async def session(sample: int) -> list[float]:
         await asyncio.sleep(sample * spread)
@@ -248,9 +249,12 @@ async def _direct(
             }
             began = time.perf_counter()
             answer = await http.send(
-                httpx.Request("POST", engine + "/inference/v1/generate", json=body)
+                "POST",
+                engine + "/inference/v1/generate",
+                content=json.dumps(body).encode(),
+                timeout_s=60,
             )
-            ids = answer.json()["choices"][0]["token_ids"]
+            ids = json.loads(answer.content)["choices"][0]["token_ids"]
             times.append(time.perf_counter() - began)
             context = chat.continuation(context, ids, [_question(number + 1)])
         return times
@@ -261,7 +265,7 @@ async def _direct(
 async def _through(
     gateway: str, run: str, keys: Sequence[str], calls: int, spread: float
 ) -> list[float]:
-    http = Connections(2 * len(keys), httpx.Timeout(60))
+    http = Connections(2 * len(keys), connect_s=5.0)
 
     async def session(sample: int, key: str) -> list[float]:
         i = AttemptIn(run=run, group=0, sample=sample, attempt=0)
@@ -272,7 +276,9 @@ async def _through(
         for number in range(calls):
             body = {"model": "m", "messages": said, "max_tokens": TOKENS}
             began = time.perf_counter()
-            answer = await http.send(httpx.Request("POST", url, json=body, headers=headers))
+            answer = await http.send(
+                "POST", url, content=json.dumps(body).encode(), headers=headers, timeout_s=60
+            )
             message = json.loads(answer.content)["choices"][0]["message"]
             times.append(time.perf_counter() - began)
             said += [message, _question(number + 1)]
