@@ -54,6 +54,24 @@ async def test_only_live_holders_of_the_version_are_chosen(make: Make) -> None:
             pass
 
 
+async def test_a_version_that_one_engine_still_loads_holds_no_request_up(make: Make) -> None:
+    b = make()
+    b.sql(
+        """INSERT INTO policy_versions(run_id, version, weights_sha256, weights_key, state,
+        trainer_epoch) VALUES (%s, 1, %s, 'w', 'loading', 1)""",
+        b.run,
+        bytes(32),
+    )
+    fleet(b, loads=(0,), holds=(0, 1))
+    router = Router(b.ledger)
+    seen = set()
+    for _ in range(20):
+        async with asyncio.timeout(5), router.engine(b.run, 0) as url:
+            seen.add(url)
+    assert seen == {"loads", "holds"}
+    assert b.start(b.group(), 0).version == 0  # an attempt pins what is served, and begins
+
+
 async def test_requests_spread_over_the_idlest(make: Make) -> None:
     b = make()
     fleet(b, one=(0,), two=(0,), three=(0,))
