@@ -37,8 +37,6 @@ from activities.sessions import Entry, Sessions, closed
 from domain import tracing
 from domain.errors import BudgetExhausted, EngineError, Fenced, LedgerError, ObjectError
 from domain.messages import AttemptIn
-from storage import outbox
-from storage import sessions as ledger_sessions
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +122,7 @@ class Gateway:
         """The span that a call belongs to: the program's, if it traces itself, or its group's."""
         if not tracing.is_on() or "traceparent" in request.headers:
             return request.headers
-        i = _attempt(request)
-        found = await self._sessions.ledger.run(outbox.traceparents, i.run, [i.group])
-        return {"traceparent": found[0]} if found else {}
+        return await self._sessions.book.cause(_attempt(request))
 
     async def _answer(self, entry: Entry, ask: Ask) -> Answered:
         """One answer; what is wrong with the attempt is written down before it is said."""
@@ -143,9 +139,7 @@ class Gateway:
             raise await self._sessions.doubt(entry, error) from error
         except (Unusable, EngineError, LedgerError) as error:
             detail = f"sampling failed: {type(error).__name__}: {error}"
-            i, fence = live.session.attempt, live.session.started.fence
-            await self._sessions.ledger.run(ledger_sessions.fail, i, fence, detail)
-            live.doubtful = True
+            await live.fail(detail)
             raise ApiError(500, detail, code="sampling_failed") from error
 
 

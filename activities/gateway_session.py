@@ -1,7 +1,7 @@
 """One gateway session: the calls of one attempt's program, sampled and recorded.
 
 A call is a turn of one or more segments within the rollout's budget. Everything a session knows can
-be read from the ledger, so it may be dropped at any moment and opened again: turns that were
+be read from its record, so it may be dropped at any moment and opened again: turns that were
 committed but perhaps never arrived are given to a program that asks for them again, unfinished ones
 go on where they end.
 """
@@ -11,27 +11,49 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 from activities.chat import Chat
 from activities.histories import Histories, Question, Turn
 from activities.inference import Generated
 from activities.openai_api import Answered, ApiError, Ask, Json, for_template
-from activities.sampler import Sampler
-from activities.session import Beside, SessionRecorder
+from activities.session import Beside
 from activities.transcripts import message_of, retell
 from domain import images
 from domain.config import RunConfig
 from domain.errors import BudgetExhausted, ConfigError, SourceBroken
+from domain.rollouts import Segment
 from domain.sampling import Limits, Spent, next_request
 from domain.text import clean
 from domain.tools import Message
-from storage import sessions
-from storage.database import Tx
 from storage.sessions import Past, Recorded, Session
 
 
 class Unusable(Exception):
     """The model cannot serve this program, or an engine's answer cannot be used: an infra_error."""
+
+
+class Record(Protocol):
+    """Where the calls of one session are sampled and kept."""
+
+    @property
+    def deadline_reached(self) -> bool:
+        """The group closed its doors: nothing more is sampled."""
+
+    async def sample(
+        self, prompt_ids: Sequence[int], *, max_tokens: int, beside: Beside
+    ) -> Segment:
+        """One sampling request, kept before it returns.
+
+        Raises:
+            Stopped, Fenced, EngineError, LedgerError, CancelledError: as `SessionRecorder.sample`.
+        """
+
+    async def refuse(self, cause: str | None) -> None:
+        """Note which budget refused the last request; None: a later one is granted."""
+
+    async def fail(self, detail: str) -> None:
+        """Make the rollout an infra_error, whatever its program makes of it."""
 
 
 class LiveSession:
@@ -42,19 +64,19 @@ class LiveSession:
         session: Session,
         config: RunConfig,
         chat: Chat,
-        sampler: Sampler,
+        record: Record,
         past: Past,
         *,
         delivered: Collection[int] = (),
     ) -> None:
-        """Take up what the ledger holds.
+        """Take up what is recorded.
 
         Args:
             session: what its key opened.
             config: of the run,
             chat: and its format.
-            sampler: the gateway's clients.
-            past: what the ledger holds.
+            record: where its calls are kept.
+            past: what that holds.
             delivered: calls whose answers are known to have arrived.
         """
         self.session = session
@@ -63,17 +85,8 @@ class LiveSession:
         self._chat = chat
         self._config = config
         self.limits = replace(Limits.of(config), reserve=0)
-        self._recorder = SessionRecorder(
-            sampler,
-            config,
-            session.attempt,
-            session.started,
-            recorded=past.segments,
-            places=past.places,
-            stop_ids=tuple(chat.stop_ids),
-        )
+        self._record = record
         self._refused = session.refused
-        self._ledger = sampler.ledger
         self._histories = Histories()
         self._turns = len({recorded.call for recorded in past.calls})
         self._generated = sum(len(segment.sampled_ids) for segment in past.segments)
@@ -112,9 +125,13 @@ class LiveSession:
     async def note_refusal(self, cause: str | None) -> None:
         """Tell the attempt which budget refused its program's last request, or that none did."""
         if cause != self._refused:
-            i, fence = self.session.attempt, self.session.started.fence
-            await self._ledger.run(sessions.refuse, i, fence, cause)
+            await self._record.refuse(cause)
             self._refused = cause
+
+    async def fail(self, detail: str) -> None:
+        """Make the rollout an infra_error; what follows must be read anew."""
+        await self._record.fail(detail)
+        self.doubtful = True
 
     # ------------------------------------------------------------ prompts
 
@@ -173,7 +190,7 @@ class LiveSession:
         wanted = await self._grant(turn, ask)
         try:
             await self.note_refusal(None)
-            segment = await self._recorder.sample(
+            segment = await self._record.sample(
                 turn.context, max_tokens=wanted, beside=self._beside(turn, ask)
             )
             self._generated += len(segment.sampled_ids)
@@ -196,7 +213,7 @@ class LiveSession:
         spent = Spent(generated=self._generated, context=turn.end, turn=turn.end - turn.prompt)
         async with self._settled:
             while True:
-                if self._recorder.deadline_reached:
+                if self._record.deadline_reached:
                     raise BudgetExhausted("group_deadline")
                 promised = replace(spent, generated=self._generated + self._promised)
                 wanted = next_request(self.limits, promised, turn_cap=ask.max_tokens)
@@ -208,16 +225,14 @@ class LiveSession:
                 await self._settled.wait()
 
     def _beside(self, turn: Turn, ask: Ask) -> Beside:
-        def note(tx: Tx, seq: int) -> None:
+        def recorded(seq: int) -> Recorded:
             first = turn.call is None or turn.call == seq
-            call = seq if turn.call is None else turn.call
+            turn.call = seq if turn.call is None else turn.call
             asked = turn.added | {"stop": list(ask.stop)} if first else None
-            recorded = Recorded(seq=seq, call=call, after=turn.after, asked=asked)
-            sessions.note(tx, self.session.attempt, recorded)
-            turn.call = call
+            return Recorded(seq=seq, call=turn.call, after=turn.after, asked=asked)
 
         before = turn.sampled
-        return Beside(trim=partial(self._trim, before, ask.stop), note=note)
+        return Beside(trim=partial(self._trim, before, ask.stop), recorded=recorded)
 
     def _trim(self, before: list[int], stop: Sequence[str], generated: Generated) -> Generated:
         """Cut after the token that completes a stop text, where an engine would have stopped."""

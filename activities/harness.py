@@ -20,14 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import httpx
 import psycopg
 
 from activities.chat import Chat
 from activities.programs import Program, never_started, running, tail
-from activities.session import SessionRecorder
 from activities.transcripts import last_conversation
 from activities.turns import Failed
 from activities.verdicts import as_reward, verdict
@@ -37,7 +36,7 @@ from domain.environments import HarnessSource, Outcome, RolloutView
 from domain.errors import SourceBroken
 from domain.rollouts import Reward, Status, Task
 from domain.text import clean
-from storage.sessions import Seen
+from storage.sessions import Past, Seen
 
 LOOK_EVERY_S = 1.0
 GOES_ON_S = 30.0
@@ -48,6 +47,33 @@ PATIENCE_S = 60.0
 
 OUTPUT_LIMIT = 65_536
 """Characters of a program's output that a verifier sees."""
+
+
+@runtime_checkable
+class ProgramRecorder(Protocol):
+    """What a rollout needs whose program samples at the gateway."""
+
+    @property
+    def base_url(self) -> str:
+        """The gateway's OpenAI base URL for this rollout."""
+
+    @property
+    def api_key(self) -> str:
+        """The rollout's own key there."""
+
+    def progress(self, phase: str, **facts: Any) -> None:
+        """Shown in the Temporal UI."""
+
+    async def look(self) -> Seen:
+        """What the gateway recorded so far.
+
+        Raises:
+            CancelledError, Failed: the rollout is over, whatever its program does.
+            OperationalError: the ledger is out of reach.
+        """
+
+    async def past(self) -> Past:
+        """All that the gateway recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +110,7 @@ class HarnessRollout:
         self,
         source: HarnessSource,
         task: Task,
-        recorder: SessionRecorder,
+        recorder: ProgramRecorder,
         config: RunConfig,
         chat: Chat,
     ) -> None:

@@ -17,8 +17,7 @@ from pathlib import Path
 from activities.album import kept
 from activities.chat import Chat
 from activities.environment import EnvRollout
-from activities.harness import HarnessRollout
-from activities.session import SessionRecorder
+from activities.harness import HarnessRollout, ProgramRecorder
 from activities.session_source import BudgetedRecorder
 from activities.turns import Conversation, Failed, Turns
 from activities.verdicts import as_reward, guarded, verdict
@@ -54,8 +53,8 @@ async def play(
     if isinstance(source, Env):
         return await EnvRollout(source, task, recorder, config, chat).run()
     if isinstance(source, HarnessSource):
-        if not isinstance(recorder, SessionRecorder):
-            raise SourceBroken("a HarnessSource is sampled through the gateway, in attempts only")
+        if not isinstance(recorder, ProgramRecorder):
+            raise SourceBroken("a HarnessSource is sampled through the gateway; there is none here")
         return await HarnessRollout(source, task, recorder, config, chat).run()
     single = isinstance(source, PromptSource)
     turns = Turns(recorder, Limits.of(config), max_turns=1 if single else config.budget.max_turns)

@@ -37,7 +37,7 @@ from storage import segments, sessions, snapshots
 from storage.attempts import Started
 from storage.database import Tx
 from storage.segments import Place, Progress
-from storage.sessions import Past, Seen
+from storage.sessions import Past, Recorded, Seen
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class Beside:
 
     trim: Callable[[Generated], Generated]
     """Cuts what was sampled before it is recorded, as an engine would have that stopped there."""
-    note: Callable[[Tx, int], None]
-    """Writes in the segment's own transaction, given its number; must be idempotent."""
+    recorded: Callable[[int], Recorded]
+    """Which call the segment belongs to, given its number; kept in the segment's own transaction."""
 
 
 def session_path(i: AttemptIn) -> str:
@@ -357,7 +357,7 @@ class SessionRecorder:
                     engine=answer.engine,
                 )
                 if beside is not None:
-                    beside.note(tx, place.seq)
+                    sessions.note(tx, i, beside.recorded(place.seq))
                 return progress
 
             progress = await self._sampler.ledger.run(append)

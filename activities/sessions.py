@@ -1,23 +1,29 @@
 """The open sessions of a gateway process: opened by key, shared by their calls, dropped at will.
 
 A session in which something ended midway (a client went away, the ledger refused a write) is
-*doubtful*: once its calls have ended it is read from the ledger again.
+*doubtful*: once its calls have ended it is read from its book again, which is the ledger.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from activities.gateway_session import LiveSession
+from activities.chat import Chat
+from activities.gateway_session import LiveSession, Record
 from activities.openai_api import ApiError
 from activities.sampler import Sampler
+from activities.session import Beside, SessionRecorder
 from activities.setups import Formats
+from domain.config import RunConfig
 from domain.errors import BudgetExhausted, Fenced
 from domain.messages import AttemptIn
-from storage import sessions
+from domain.rollouts import Segment
+from storage import outbox, sessions
 from storage.database import Ledger
+from storage.sessions import Past, Session
 
 IDLE_S = 300.0
 """Seconds after which an unused session is dropped from memory; the ledger keeps it."""
@@ -42,19 +48,94 @@ class Entry:
         return self.opened
 
 
-class Sessions:
-    """All sessions of one process and event loop."""
+class Book(Protocol):
+    """Where sessions stand, whichever process serves them."""
+
+    async def look_up(self, digest: bytes) -> Session | None:
+        """The session of a key, open or not; None: no such key."""
+
+    async def take_up(self, session: Session) -> tuple[RunConfig, Chat, Record, Past]:
+        """What an open session needs to go on, and what is recorded of it."""
+
+    async def cause(self, i: AttemptIn) -> Mapping[str, str]:
+        """The span that an attempt's calls belong to, as a carrier; may be empty."""
+
+
+class LedgerBook:
+    """The sessions of attempts, in the ledger."""
 
     def __init__(self, sampler: Sampler, formats: Formats) -> None:
-        """Nothing is open yet.
+        """Nothing is read yet.
 
         Args:
             sampler: ledger, engine client and router.
             formats: configuration and chat format of runs.
         """
-        self.ledger: Ledger = sampler.ledger
+        self._ledger = sampler.ledger
         self._sampler = sampler
         self._formats = formats
+
+    async def look_up(self, digest: bytes) -> Session | None:
+        """As the ledger says now."""
+        return await self._ledger.run(sessions.open_session, digest)
+
+    async def take_up(self, session: Session) -> tuple[RunConfig, Chat, Record, Past]:
+        """Read all that is recorded of the attempt."""
+        config, chat = await self._formats.get(session.attempt.run)
+        past = await self._ledger.run(sessions.past, session.attempt)
+        recorder = SessionRecorder(
+            self._sampler,
+            config,
+            session.attempt,
+            session.started,
+            recorded=past.segments,
+            places=past.places,
+            stop_ids=tuple(chat.stop_ids),
+        )
+        return config, chat, LedgerRecord(self._ledger, session, recorder), past
+
+    async def cause(self, i: AttemptIn) -> Mapping[str, str]:
+        """Its group's."""
+        found = await self._ledger.run(outbox.traceparents, i.run, [i.group])
+        return {"traceparent": found[0]} if found else {}
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRecord:
+    """The calls of one attempt, in the ledger."""
+
+    ledger: Ledger
+    session: Session
+    recorder: SessionRecorder
+
+    @property
+    def deadline_reached(self) -> bool:
+        """The group's straggler deadline has passed."""
+        return self.recorder.deadline_reached
+
+    async def sample(
+        self, prompt_ids: Sequence[int], *, max_tokens: int, beside: Beside
+    ) -> Segment:
+        """Committed before it returns."""
+        return await self.recorder.sample(prompt_ids, max_tokens=max_tokens, beside=beside)
+
+    async def refuse(self, cause: str | None) -> None:
+        """Told to the attempt, which decides how its program ended."""
+        i, fence = self.session.attempt, self.session.started.fence
+        await self.ledger.run(sessions.refuse, i, fence, cause)
+
+    async def fail(self, detail: str) -> None:
+        """Told to the attempt, which ends its program."""
+        i, fence = self.session.attempt, self.session.started.fence
+        await self.ledger.run(sessions.fail, i, fence, detail)
+
+
+class Sessions:
+    """All sessions of one process and event loop."""
+
+    def __init__(self, book: Book) -> None:
+        """Nothing is open yet; `book` holds all that is."""
+        self.book = book
         self._entries: dict[bytes, Entry] = {}
         self._pruned_at = time.monotonic()
 
@@ -106,7 +187,7 @@ class Sessions:
     async def doubt(self, entry: Entry, error: Fenced) -> ApiError:
         """What to say when the ledger refused a segment as another's."""
         entry.live.doubtful = True
-        found = await self.ledger.run(sessions.open_session, entry.digest)
+        found = await self.book.look_up(entry.digest)
         if found is None:
             return _unknown()
         if found.closed is not None:
@@ -114,15 +195,14 @@ class Sessions:
         return ApiError(503, f"another gateway writes for this session: {error}", again=True)
 
     async def _open(self, entry: Entry) -> LiveSession:
-        session = await self.ledger.run(sessions.open_session, entry.digest)
+        session = await self.book.look_up(entry.digest)
         if session is None:
             raise _unknown()
         if session.closed is not None:
             raise closed(session.closed)
-        config, chat = await self._formats.get(session.attempt.run)
-        past = await self.ledger.run(sessions.past, session.attempt)
+        config, chat, record, past = await self.book.take_up(session)
         return LiveSession(
-            session, config, chat, self._sampler, past, delivered=frozenset(entry.delivered)
+            session, config, chat, record, past, delivered=frozenset(entry.delivered)
         )
 
     def _prune(self) -> None:

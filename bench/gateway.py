@@ -52,7 +52,7 @@ from activities.gateway import Gateway
 from activities.inference import EngineClient
 from activities.routing import Router
 from activities.sampler import Sampler
-from activities.sessions import Sessions
+from activities.sessions import LedgerBook, Sessions
 from rollbook.gateway import make_server, spare_the_collector
 from storage import runs
 from storage.database import Ledger
@@ -69,7 +69,8 @@ class Format:
 async def main():
     sampler = Sampler(ledger, EngineClient(), Router(ledger))
     spare_the_collector()
-    await make_server(Gateway(Sessions(sampler, Format())), host="127.0.0.1", port=int(port)).serve()
+    gateway = Gateway(Sessions(LedgerBook(sampler, Format())))
+    await make_server(gateway, host="127.0.0.1", port=int(port)).serve()
 
 asyncio.run(main())
 """

@@ -126,11 +126,6 @@ def check(source: object, config: RunConfig) -> None:
 
 
 def _check_gateway(name: str, config: RunConfig) -> None:
-    if config.evaluation is not None:
-        raise ConfigError(
-            f"[evaluation] plays rollouts without the gateway, which {name} samples through; leave "
-            "it out"
-        )
     if config.budget.final_answer_reserve:
         raise ConfigError(
             f"budget.final_answer_reserve = {config.budget.final_answer_reserve}: a program that "

@@ -22,3 +22,4 @@ def verify(rollout: RolloutView, task: Task) -> float:
 source = HarnessSource([sys.executable, str(AGENT), "{digits}"], verify)
 
 train = [{"id": f"{number:03d}", "digits": f"{number:03d}"} for number in range(0, 1000, 4)]
+held_out = [{"id": f"{number:03d}", "digits": f"{number:03d}"} for number in range(1, 1000, 40)]

@@ -2,31 +2,36 @@
 
 The same source plays other tasks, pinned to the version; nothing of it enters a group, and results
 go to `ledger.evaluations`. Each rollout has a seed of its own; at temperature 0 it is greedy. Rollouts
-that are trained come first: an engine takes an evaluation's requests only when it has room.
+that are trained come first: an engine takes an evaluation's requests only when it has room. Programs of
+harnesses sample at a gateway of the evaluator's own, on its machine.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from activities.album import Album
 from activities.chat import Chat
-from activities.inference import EngineClient, SamplingParams
+from activities.gateway import Gateway
+from activities.held_out import Asked, HeldOut, HeldOutBook
+from activities.inference import EngineClient
 from activities.play import play
+from activities.sessions import Sessions
 from domain import sources
 from domain.config import Evaluation, RunConfig
-from domain.environments import Source
-from domain.errors import BudgetExhausted, ConfigError, EngineError, EngineUnavailable
-from domain.ids import fold, policy_name
-from domain.images import Image, placed
-from domain.rollouts import Reward, Segment, Task
+from domain.environments import Source, samples_at_gateway
+from domain.errors import ConfigError, EngineError, EngineUnavailable
+from domain.ids import policy_name
+from domain.messages import AttemptIn
+from domain.rollouts import Reward, Status, Task
 from domain.services import Services
-from domain.tools import Message
+from rollbook.gateway import make_server
 from rollbook.launch import ENGINE_START_S, Job
+from rollbook.stack import ports
 from storage import datasets, evaluations, versions
 from storage import runs as ledger_runs
 from storage.database import Ledger
@@ -37,99 +42,11 @@ from storage.objects import ObjectStore
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
+_PROGRAMS_AT_ONCE = 8
+"""Each is a process, beside those that the rollouts of the run have."""
 _POLL_S = 0.5
 _OVER = ("finished", "failed", "closed")
 """States in which nothing keeps versions on the engines of a run."""
-_PRIORITY = 1
-"""Behind every rollout that is trained, which ask with 0."""
-
-
-class Recorder:
-    """Samples one evaluation rollout; keeps nothing."""
-
-    base_url = ""
-    api_key = ""
-    recorded: Sequence[Segment] = ()
-    deadline_reached = False
-
-    def __init__(
-        self,
-        engines: EngineClient,
-        engine: str,
-        config: RunConfig,
-        version: int,
-        chat: Chat,
-        album: Album,
-        name: str,
-        lost: list[EngineError],
-    ) -> None:
-        assert config.evaluation is not None
-        self.version = version
-        self._engines = engines
-        self._engine = engine
-        self._config = config
-        self._album = album
-        self._temperature = config.evaluation.temperature
-        self._stop = tuple(sorted(chat.stop_ids))
-        self._name = name
-        self._lost = lost
-        self._segments = 0
-        self._state: Any = None
-
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        images: Sequence[str] = (),
-    ) -> Segment:
-        budget = self._config.budget.segment_tokens
-        number, self._segments = self._segments, self._segments + 1
-        try:
-            answer = await self._engines.generate(
-                self._engine,
-                policy_name(self._config.name, self.version),
-                prompt_ids,
-                SamplingParams(
-                    max_tokens=min(max_tokens or budget, budget),
-                    seed=fold("evaluation", self._config.seed, self._name, number),
-                    temperature=self._temperature,
-                    stop_token_ids=self._stop,
-                ),
-                request_id=f"{self._name}/{number}",
-                salt=f"evaluation-{self.version}",
-                images=await self._album.parts(images),
-                priority=_PRIORITY,
-            )
-        except EngineError as error:
-            # The rollout would end as infra_error, and count as one that the policy failed.
-            self._lost.append(error)
-            raise
-        if images and answer.context > self._config.max_context_tokens:
-            raise BudgetExhausted("context")
-        return Segment(
-            answer.prompt_ids or prompt_ids,
-            answer.sampled_ids,
-            answer.logprobs,
-            answer.finish_reason,
-            self.version,
-            images=placed(images, answer.places),
-        )
-
-    async def keep(self, image: Image) -> None:
-        await self._album.keep(image)
-
-    async def chat(self, messages: list[Message], *, tools: Sequence[Any] = ()) -> Message:
-        raise RuntimeError("play() gives session sources a recorder of its own")
-
-    def progress(self, phase: str, **facts: Any) -> None:
-        pass
-
-    async def save(self, state: Any) -> None:
-        self._state = state
-
-    async def saved(self) -> Any | None:
-        return self._state
 
 
 def evaluate(
@@ -258,33 +175,84 @@ class Exam:
         if not urls:
             raise EngineUnavailable(f"no engine holds version {version} any more")
         assert self.config.evaluation is not None
-        limit = asyncio.Semaphore(_AT_ONCE)
-        lost: list[EngineError] = []
+        asked = Asked(
+            engines=engines,
+            config=self.config,
+            version=version,
+            chat=self.chat,
+            album=self.album,
+        )
+        samples = self.config.evaluation.samples
+        pairs = [(n, t, s) for n, t in enumerate(self.tasks) for s in range(samples)]
+        async with self._gateway() as gateway:
+            limit = asyncio.Semaphore(_AT_ONCE if gateway is None else _PROGRAMS_AT_ONCE)
 
-        async def one(number: int, task: Task, sample: int) -> Result | None:
-            name = f"evaluation/{self.config.name}@{version}/{task.id}/{sample}"
-            url = urls[number % len(urls)]
-            recorder = Recorder(
-                engines, url, self.config, version, self.chat, self.album, name, lost
-            )
-            async with limit:
-                if lost:
-                    return None
-                outcome = await play(
-                    self.source, task, recorder, config=self.config, chat=self.chat
+            async def one(number: int, task: Task, sample: int) -> Result | None:
+                which = AttemptIn(
+                    run=self.config.name, group=number, sample=sample, attempt=version
                 )
-            reward = outcome.reward.value if isinstance(outcome.reward, Reward) else outcome.reward
-            return Result(task=task.id, sample=sample, status=outcome.status, reward=reward)
+                url = urls[(number * samples + sample) % len(urls)]
+                rollout = HeldOut(asked, url, which, task, gateway and gateway.url)
+                async with limit:
+                    return None if asked.lost else await self._play(rollout, gateway)
 
-        pairs = [(t, s) for t in self.tasks for s in range(self.config.evaluation.samples)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                playing = [group.create_task(one(n, t, s)) for n, (t, s) in enumerate(pairs)]
-        except ExceptionGroup as broken:
-            raise broken.exceptions[0] from None
-        if lost:
-            raise lost[0]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    playing = [group.create_task(one(*pair)) for pair in pairs]
+            except ExceptionGroup as broken:
+                raise broken.exceptions[0] from None
+        if asked.lost:
+            raise asked.lost[0]
         return [result for task in playing if (result := task.result()) is not None]
+
+    async def _play(self, rollout: HeldOut, gateway: "_Gateway | None") -> Result:
+        """One rollout, within the time that an attempt has."""
+        task, sample = rollout.task.id, rollout.which.sample
+        if gateway is not None:
+            gateway.book.open(rollout)
+        try:
+            async with asyncio.timeout(self.config.groups.timeout) as limit:
+                outcome = await play(
+                    self.source, rollout.task, rollout, config=self.config, chat=self.chat
+                )
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return Result(task=task, sample=sample, status=Status.CANCELLED, reward=None)
+        finally:
+            if gateway is not None:
+                gateway.book.close(rollout)
+        if rollout.failure is not None:
+            return Result(task=task, sample=sample, status=Status.INFRA_ERROR, reward=None)
+        reward = outcome.reward.value if isinstance(outcome.reward, Reward) else outcome.reward
+        return Result(task=task, sample=sample, status=outcome.status, reward=reward)
+
+    @asynccontextmanager
+    async def _gateway(self) -> "AsyncIterator[_Gateway | None]":
+        """A gateway on this machine for as long as programs are evaluated; None: the source has none."""
+        if not samples_at_gateway(self.source):
+            yield None
+            return
+        book, port = HeldOutBook(self.config, self.chat), ports.choose(0)
+        server = make_server(Gateway(Sessions(book)), host="127.0.0.1", port=port)
+        serving = asyncio.create_task(server.serve())
+        try:
+            while not server.started:
+                if serving.done():
+                    raise EngineUnavailable(f"the evaluator's gateway cannot listen on port {port}")
+                await asyncio.sleep(0.01)
+            yield _Gateway(f"http://127.0.0.1:{port}", book)
+        finally:
+            server.stop()
+            await serving
+
+
+@dataclass(frozen=True, slots=True)
+class _Gateway:
+    """Where programs of an evaluation sample."""
+
+    url: str
+    book: HeldOutBook
 
 
 def _exam(ledger: Ledger, services: Services, config: RunConfig, cache: Path) -> Exam:

@@ -15,7 +15,7 @@ from activities.gateway import Gateway
 from activities.inference import EngineClient
 from activities.routing import Router
 from activities.sampler import Sampler
-from activities.sessions import Sessions
+from activities.sessions import LedgerBook, Sessions
 from activities.setups import Formats
 from domain.services import Services
 from storage.database import Ledger, check_schema
@@ -52,7 +52,7 @@ async def serve(services: Services, *, host: str, port: int, cache: Path) -> Non
         stack.push_async_callback(engines.aclose)
         sampler = Sampler(ledger, engines, Router(ledger))
         formats = Formats(ledger, ObjectStore(services), cache / "models")
-        server = make_server(Gateway(Sessions(sampler, formats)), host=host, port=port)
+        server = make_server(Gateway(Sessions(LedgerBook(sampler, formats))), host=host, port=port)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)

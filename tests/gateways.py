@@ -16,7 +16,7 @@ from activities.inference import EngineClient
 from activities.routing import Router
 from activities.sampler import Sampler
 from activities.session import key_sha256, session_path
-from activities.sessions import Sessions
+from activities.sessions import LedgerBook, Sessions
 from domain.config import RunConfig
 from domain.rollouts import Segment
 from rollbook.gateway import make_server
@@ -78,7 +78,7 @@ async def gateway(bench: Any, chat: Chat, *, port: int = 0) -> AsyncIterator[Run
     """Serve the bench's run; leaving ends it at once, as a kill would."""
     engines = EngineClient()
     sampler = Sampler(bench.ledger, engines, Router(bench.ledger))
-    opened = Sessions(sampler, OneFormat(bench.config, chat))  # type: ignore[arg-type]
+    opened = Sessions(LedgerBook(sampler, OneFormat(bench.config, chat)))  # type: ignore[arg-type]
     port = port or ports.choose(0)
     server = make_server(Gateway(opened), host="127.0.0.1", port=port)
     serving = asyncio.create_task(server.serve())

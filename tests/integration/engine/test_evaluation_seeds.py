@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from activities.album import Album
+from activities.held_out import Asked, HeldOut
 from activities.inference import EngineClient
 from domain.config import Evaluation
-from rollbook.evaluation import Recorder
+from domain.messages import AttemptIn
+from domain.rollouts import Task
 from tests.scripted import config, printable
 from tests.stub_engine import stub_engine
 
@@ -18,26 +20,15 @@ async def test_each_held_out_rollout_has_a_seed_of_its_own(tmp_path: Path) -> No
     run = config().model_copy(update={"evaluation": evaluation})
     async with stub_engine() as stub:
         engines = EngineClient()
+        asked = Asked(engines=engines, config=run, version=1, chat=chat, album=NO_IMAGES)
         try:
-            for name in ("a/0", "a/1", "b/0"):
-                recorder = Recorder(engines, stub.url, run, 1, chat, NO_IMAGES, name, [])
+            for group, (task, sample) in enumerate((("a", 0), ("a", 1), ("b", 0))):
+                which = AttemptIn(run="r", group=group, sample=sample, attempt=1)
+                rollout = HeldOut(asked, stub.url, which, Task(task, {}), None)
                 for _ in range(2):
-                    await recorder.sample([5, 6])
+                    await rollout.sample([5, 6])
         finally:
             await engines.aclose()
     seeds = [request["sampling_params"]["seed"] for request in stub.requests]
     assert len(set(seeds)) == 6
-
-
-async def test_trained_rollouts_come_before_held_out_ones(tmp_path: Path) -> None:
-    run = config().model_copy(update={"evaluation": Evaluation(dataset="held:out")})
-    async with stub_engine() as stub:
-        engines = EngineClient()
-        try:
-            recorder = Recorder(
-                engines, stub.url, run, 1, printable(tmp_path), NO_IMAGES, "a/0", []
-            )
-            await recorder.sample([5, 6])
-        finally:
-            await engines.aclose()
-    assert stub.requests[0]["priority"] > 0
+    assert all(request["priority"] > 0 for request in stub.requests)  # behind what is trained

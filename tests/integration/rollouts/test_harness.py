@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
@@ -33,6 +32,7 @@ from domain.sources import check
 from storage import segments
 from tests.attempted import BY_TEMPORAL, failure, limited
 from tests.gateways import Running, Script, call, gateway
+from tests.living import processes_with
 from tests.stub_engine import StubEngine
 
 Make = Callable[..., Any]
@@ -105,18 +105,6 @@ async def lab(sampled_run: Make, printable_chat: Chat) -> AsyncIterator[Callable
     for serving, made in opened:
         await serving.__aexit__(None, None, None)
         await made.engines.aclose()
-
-
-def processes_with(mark: str) -> list[psutil.Process]:
-    """Living processes whose environment holds the mark."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if mark in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 async def until(condition: Callable[[], Any], seconds: float = 20) -> None:
@@ -392,11 +380,9 @@ def test_settings_that_a_harness_cannot_serve_are_refused(make: Make) -> None:
     good = HarnessSource(["true"], one)
     check(good, make().config)
     reserve = make(budget={"final_answer_reserve": 10}).config
-    held_out = make(evaluation={"dataset": "d:d"}).config
     for source, config, named in (
         (good, reserve, "final_answer_reserve"),
         (Sampling(), reserve, "final_answer_reserve"),
-        (good, held_out, "evaluation"),
         (HarnessSource([], one), make().config, "command"),
         (HarnessSource(["true"], []), make().config, "verify"),
         (HarnessSource(["true"], one, workdir="nowhere"), make().config, "workdir"),
