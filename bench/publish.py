@@ -2,9 +2,10 @@
 
 A random model of SmolLM2-135M's shape (float32, 538 MB), the embedded S3, and two built-in engines as
 processes of their own. *Plain* is boto3's `upload_file` and two `download_file` at once. *Publish* is
-what a run does: the trainer's digest, file and manifest, then both engines at once fetching it, checking
-every digest, building the model and reproducing the trainer's probe. Each figure is the best of the
-rounds, taken in turns, and the parts of a publication are told apart.
+what a run does: the trainer's probe, file and manifest, then both engines at once fetching it, checking
+every digest, building the model and reproducing the trainer's probe. The weights' digest is the step's
+own, published or not, and is told by itself. Each figure is the best of the rounds, taken in turns, and
+the parts of a publication are told apart.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from storage import manifests
 from storage.objects import ObjectStore
 from trainer import publishing
 from trainer.checkpoint import write_tensors
-from trainer.model import Policy
+from trainer.model import Policy, weights_digest
 
 SHAPE = LlamaConfig(
     vocab_size=49152,
@@ -122,6 +123,7 @@ async def measure(rounds: int, stack: Stack, folder: Path) -> dict[str, Any]:
     model = manifests.upload(store, f"models/{'0' * 64}", files, kind="model", sha256="0" * 64)
     told: dict[str, list[float]] = {
         "plain": [],
+        "digest": [],
         "upload": [],
         "load": [],
         "publish": [],
@@ -140,6 +142,9 @@ async def measure(rounds: int, stack: Stack, folder: Path) -> dict[str, Any]:
                 plain(services, scratch / "plain.safetensors", scratch, f"plain/{number}")
             )
             began = time.perf_counter()
+            known = weights_digest(policy.weights())
+            told["digest"].append(time.perf_counter() - began)
+            began = time.perf_counter()
             probe = publishing.probe(policy, 512)
             probed = time.perf_counter()
             stored = publishing.upload(
@@ -149,12 +154,12 @@ async def measure(rounds: int, stack: Stack, folder: Path) -> dict[str, Any]:
                 f"weights/bench/{number}",
                 model=model.manifest_key,
                 probe=probe,
+                sha256=known,
             )
             uploaded, size = time.perf_counter(), stored.bytes
-            digest = stored.manifest_key.split("/")[3]
             name = f"bench@{number}"
             await asyncio.gather(
-                *(client.load(url, name, stored.manifest_key, digest) for url in urls)
+                *(client.load(url, name, stored.manifest_key, known.hex()) for url in urls)
             )
             loaded = time.perf_counter()
             told["probe"].append(probed - began)

@@ -64,6 +64,11 @@ def weights(tx: Tx, run: str, version: int) -> Weights:
     return Weights(row["weights_key"], bytes(row["weights_sha256"]), row["probe"])
 
 
+def digest(tx: Tx, run: str, version: int) -> bytes:
+    """Digest of a version's weights, as the step that made them recorded it."""
+    return bytes(_row(tx, run, version)["weights_sha256"])
+
+
 def record_weights(
     tx: Tx,
     run: str,

@@ -44,6 +44,7 @@ def upload(
     *,
     model: str,
     probe: dict[str, Any],
+    sha256: bytes | None = None,
     base: str | None = None,
 ) -> Stored:
     """Store the policy's weights under `prefix/DIGEST`. Content-addressed: safe to repeat.
@@ -55,10 +56,11 @@ def upload(
         prefix: `weights/RUN/VERSION`.
         model: manifest key of the model folder they belong to.
         probe: goes into the manifest.
+        sha256: the weights' digest, where it is known; engines compare it with what they read.
         base: manifest key of the weights that an adapter changes; None: these are full weights.
     """
     weights = policy.weights()
-    digest = weights_digest(weights).hex()
+    digest = (sha256 or weights_digest(weights)).hex()
     file = scratch / f"weights-{uuid.uuid4().hex[:12]}.safetensors"
     try:
         write_tensors(file, weights)
@@ -139,6 +141,7 @@ class Publisher:
 
     def _upload(self, version: int) -> None:
         probed = probe(self.policy, self.longest)
+        known = self.ledger.call(versions.digest, self.run, version)
         stored = self.waits.outlast(
             lambda: upload(
                 self.store,
@@ -147,6 +150,7 @@ class Publisher:
                 f"weights/{self.run}/{version}",
                 model=self.model,
                 probe=probed,
+                sha256=known,
                 base=self.base,
             )
         )
