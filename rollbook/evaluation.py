@@ -192,7 +192,8 @@ class Exam:
                     run=self.config.name, group=number, sample=sample, attempt=version
                 )
                 url = urls[(number * samples + sample) % len(urls)]
-                rollout = HeldOut(asked, url, which, task, gateway and gateway.url)
+                at = None if gateway is None else gateway.url
+                rollout = HeldOut(asked, url, which, task, at)
                 async with limit:
                     return None if asked.lost else await self._play(rollout, gateway)
 
@@ -210,8 +211,9 @@ class Exam:
         task, sample = rollout.task.id, rollout.which.sample
         if gateway is not None:
             gateway.book.open(rollout)
+        limit = asyncio.timeout(self.config.groups.timeout)
         try:
-            async with asyncio.timeout(self.config.groups.timeout) as limit:
+            async with limit:
                 outcome = await play(
                     self.source, rollout.task, rollout, config=self.config, chat=self.chat
                 )

@@ -89,9 +89,6 @@ class ObjectStore:
         self.bucket = services.s3_bucket
         self.endpoint = services.s3_endpoint
         self._threads = threads
-        # Without TLS botocore would sign a SHA-256 of every body, beside the checksum that the store
-        # looks at; with TLS it does not either.
-        unsigned = {"payload_signing_enabled": False} if self.endpoint.startswith("http://") else {}
         self._s3: S3Client = boto3.session.Session().client(
             "s3",
             endpoint_url=services.s3_endpoint,
@@ -101,7 +98,11 @@ class ObjectStore:
             region_name=services.s3_region,
             config=Config(
                 signature_version="s3v4",
-                s3={"addressing_style": "path", **unsigned},
+                # Without TLS botocore would sign a SHA-256 of every body, beside the checksum that the
+                # store looks at. With TLS it does not either.
+                s3={"addressing_style": "path", "payload_signing_enabled": False}
+                if self.endpoint.startswith("http://")
+                else {"addressing_style": "path"},
                 retries={"mode": "standard", "total_max_attempts": attempts},
                 # The newer defaults send trailing checksums that several stores refuse.
                 request_checksum_calculation="when_required",

@@ -119,6 +119,16 @@ def off(weights: Weights, segment: Segment) -> float:
     return float((torch.tensor(list(segment.logprobs)) - wanted).abs().max())
 
 
+async def loaded_again(client: EngineClient, url: str, name: str) -> int:
+    """Load an adapter on an engine whose server died, as soon as its front has given it up."""
+    async with asyncio.timeout(180):
+        while True:
+            try:
+                return await client.load(url, name, name, stored(A[1]).sha256)
+            except EngineUnavailable:
+                await asyncio.sleep(0.2)
+
+
 @pytest.fixture(scope="module")
 def shared_ledger(postgres_url: str, ledger_template: str) -> Iterator[Ledger]:
     with psycopg.connect(postgres_url, autocommit=True) as admin:
@@ -246,13 +256,7 @@ async def test_it_is_out_of_the_fleet_and_back_only_with_what_it_has_acknowledge
     await two.tend(other, until=lambda: two.holders(2) == {other})
     # The server that comes up again holds an old version that the ledger did not hear of.
     name = policy_name(run, 1)
-    async with asyncio.timeout(180):
-        while True:
-            try:
-                incarnation = await two.client.load(one, name, name, stored(A[1]).sha256)
-                break
-            except EngineUnavailable:  # until its front has given the dead one up
-                await asyncio.sleep(0.2)
+    incarnation = await loaded_again(two.client, one, name)
     assert list((await two.client.health(one)).policies) == [name]
     ledger.call(versions.see_engine, run, one, incarnation, 4, 60.0)
     assert [two.holders(version) for version in (0, 1, 2)] == [{other}, {other}, {other}]
