@@ -1,6 +1,7 @@
 """One of two trainer processes for `tests/unit/test_ranks.py`: `python tests/two_ranks.py FOLDER`.
 
-torchrun's variables say which one. Rank 0 prints a JSON line for each case.
+torchrun's variables say which one. Rank 0 prints a JSON line for each case. With `breaks` behind the
+folder, rank 1 breaks in the middle of a step instead, and both tell of it.
 """
 
 import json
@@ -178,13 +179,8 @@ def failures(ranks: Ranks) -> None:
     }.items():
         answers = ranks.exchange("heard", heard(act))
         tell(ranks, name, answers=answers)
-    late = DataChanged("raised by one rank alone")
-    if ranks.rank == 1:
-        ranks.tell(late)
-        answer = [type(late).__name__, str(late)]
-    else:
-        answer = heard(lambda: ranks.together("elsewhere", lambda: None))
-    tell(ranks, "outside", answers=ranks.exchange("heard", answer))
+    decided = ranks.decide("decide", lambda: f"by rank {ranks.rank}")
+    tell(ranks, "decided", answers=ranks.exchange("heard", decided))
 
 
 def death(ranks: Ranks) -> None:
@@ -199,6 +195,25 @@ def death(ranks: Ranks) -> None:
     os._exit(0)
 
 
+def breakage(ranks: Ranks, folder: Path) -> None:
+    """Rank 1 breaks and leaves while rank 0 adds up gradients; each tells what it raised."""
+
+    def fail(_: object) -> None:
+        raise OverflowError("in the middle of a step")
+
+    trainer = learner(folder, ranks)
+    if ranks.rank == 1:
+        ranks.sum_gradients = fail  # type: ignore[method-assign, assignment]
+    began = time.monotonic()
+    try:
+        with ranks.sums():
+            trainer.step(Batch(groups=SHARES["even"]()[ranks.rank]), 0)
+    except Exception as error:  # noqa: BLE001
+        found = {"error": [type(error).__name__, str(error)], "apart": ranks.apart}
+        print(json.dumps(found | {"seconds": time.monotonic() - began}), flush=True)  # noqa: T201
+    os._exit(0)
+
+
 def tell(ranks: Ranks, case: str, **found: object) -> None:
     if ranks.rank == 0:
         print(json.dumps({"case": case} | found), flush=True)  # noqa: T201
@@ -207,6 +222,8 @@ def tell(ranks: Ranks, case: str, **found: object) -> None:
 def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     with Ranks.joined(os.environ, timeout_s=60) as ranks:
+        if arguments[1:] == ["breaks"]:
+            breakage(ranks, folder / str(ranks.rank))
         compare(ranks, folder / str(ranks.rank))
         no_update(ranks, folder / str(ranks.rank))
         minibatches(ranks, folder / str(ranks.rank))

@@ -119,9 +119,7 @@ class Consumer:
                 self.waits.over()
                 return End(votes[0][1])
             kind, reason = _waits_for(missing)
-            pause = partial(self.waits.pause, kind, reason)
-            # Rank 0's clock decides: every rank must be idle, or lose patience, at the same poll.
-            waited = self.ranks.exchange("waited", self.ranks.together("wait", pause))[0]
+            waited = self.ranks.pause(self.waits, kind, reason)
             if waited > IDLE_S and not idled:
                 idled = True
                 idle()

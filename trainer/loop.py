@@ -98,8 +98,7 @@ def run(
                 f"`rollbook resume {run}` or torchrun --nproc-per-node {found.shares} does"
             )
         take = partial(acquire, ledger, run, holder, force=force, lease_s=lease_s, stop=stop)
-        epoch = ranks.exchange("epoch", ranks.first("lease", take))[0]
-        assert epoch is not None
+        epoch = ranks.decide("lease", take)
         failpoints.reach("resume_done")
         renewals = Ledger.open(services.database_url, pool=1, application=f"lease {run}")
         stack.callback(renewals.close)
@@ -109,17 +108,11 @@ def run(
         workshop = Workshop(ledger, ObjectStore(services), scratch, waits, run, epoch, ranks)
         try:
             return _train(workshop, stream, watcher)
-        except Fenced:
-            raise
-        except RunStopped as ended:
-            ranks.tell(ended)
-            log.info("%s", ended)
-            return _close(workshop, "closed")  # one that has failed stays failed
-        except RollbookError as error:
+        except Exception as error:
             ranks.tell(error)
-            log.exception("run %s fails", run)
-            failure = f"{type(error).__name__}: {error}"
-            return _close(workshop, "failed", failure)
+            if isinstance(error, Fenced) or not isinstance(error, RollbookError):
+                raise
+            return _ended(workshop, error)
 
 
 def _train(
@@ -159,20 +152,31 @@ def _train(
     return _close(workshop, "finished")
 
 
+def _ended(workshop: Workshop, error: RollbookError) -> str:
+    """Close the run, for what ended it."""
+    if isinstance(error, RunStopped):
+        log.info("%s", error)
+        return _close(workshop, "closed")  # one that has failed stays failed
+    log.error("run %s fails", workshop.run, exc_info=error)
+    return _close(workshop, "failed", f"{type(error).__name__}: {error}")
+
+
 def _close(
     workshop: Workshop,
     state: Literal["closed", "failed", "finished"],
     failure: str | None = None,
 ) -> str:
-    def close(tx: Tx) -> str:
+    def commit(tx: Tx) -> str:
         runs.close(tx, workshop.run, workshop.epoch, state, failure)
         failpoints.reach("close_mid")
         return runs.read(tx, workshop.run).state
 
+    def close() -> str:
+        return workshop.ledger.call(commit)
+
     ranks = workshop.ranks
-    final = ranks.exchange("end", ranks.first("close", lambda: workshop.ledger.call(close)))[0]
+    final = close() if ranks.apart else ranks.decide("close", close)
     failpoints.reach("close_done")
-    assert final is not None
     return final
 
 

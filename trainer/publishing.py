@@ -9,7 +9,8 @@ reproduce when it loads, so that weights that arrived wrong never sample.
 import logging
 import shutil
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ from storage.objects import ObjectStore
 from trainer import lora
 from trainer.checkpoint import describe, write_tensors
 from trainer.model import Policy, probe_ids, weights_digest
+from trainer.ranks import Ranks
 from trainer.waiting import Waits
 
 WEIGHTS = "model.safetensors"
 """The name that Hugging Face readers expect, so that a version beside its model folder loads."""
+
+HELD = "held"
+"""Instead of a version's state: uploaded, and no engine has a free slot for it."""
 
 log = logging.getLogger(__name__)
 
@@ -101,43 +106,70 @@ class Publisher:
     sync_every: int
     base: str | None = None
     """Manifest key of the weights that the run's adapters change."""
+    ranks: Ranks = field(default_factory=Ranks)
 
     def publish_if_due(self, version: int, *, first: bool = False) -> None:
         """`publish`, if the served version is too far behind."""
-        served = self.ledger.call(versions.served, self.run)
-        if served is None or version - served >= self.sync_every:
+        if self.ranks.decide("publish", partial(self._is_due, version)):
             with tracing.span("publish", run=self.run, version=version):
                 self.publish(version, first=first)
 
     def publish(self, version: int, *, first: bool = False) -> None:
         """Publish `version`, which the policy holds, and wait until it is served.
 
+        Rank 0 acts; every rank polls with it, so that none waits in a collective for engines.
+
         Raises:
             EngineUnavailable: no engine served it within the limit.
             Stopped, Fenced, RunStopped, SourceBroken: as the poll.
         """
-        if self.ledger.call(versions.state, self.run, version) == "computed":
-            self._upload(version)
-        while not self.ledger.call(versions.publish, self.run, self.epoch, version):
-            self.waits.pause("resident_limit", f"no engine has a free slot for version {version}")
-            self._ensure_open()
+        self.ranks.first("upload", partial(self._upload_once, version))
+        while (state := self.ranks.decide("ask", partial(self._ask, version))) == HELD:
+            reason = f"no engine has a free slot for version {version}"
+            self.ranks.pause(self.waits, "resident_limit", reason)
         failpoints.reach("p_loading")
-        while (state := self.ledger.call(versions.state, self.run, version)) == "loading":
-            waited = self.waits.pause("publish", f"engines are loading version {version}")
-            self._ensure_open()
-            if waited > self.waits.patience_s:
-                limit = self.waits.patience_s
-                # What was asked for just before the wait began is a little older than the wait.
-                away = self.ledger.call(outages.parts_away, self.run, limit_s=0.9 * limit)
-                raise EngineUnavailable(
-                    f"version {version} of run {self.run} was not served within {limit:.0f} s"
-                    f"{away and f' ({away})'}; see that an engine is up (ROLLBOOK_ENGINES), that it "
-                    "reaches the object store, and that the workflow and ledger workers run, then "
-                    f"`rollbook resume {self.run}`"
-                )
+        while state == "loading":
+            reason = f"engines are loading version {version}"
+            waited = self.ranks.pause(self.waits, "publish", reason)
+            state = self.ranks.decide("loading", partial(self._look, version, waited))
         self.waits.over()
         log.info("version %d is %s", version, state)
         failpoints.reach("c_served" if first else "p_served")
+
+    def _is_due(self, version: int) -> bool:
+        served = self.ledger.call(versions.served, self.run)
+        return served is None or version - served >= self.sync_every
+
+    def _upload_once(self, version: int) -> None:
+        if self._state(version) == "computed":
+            self._upload(version)
+
+    def _state(self, version: int) -> str:
+        return self.ledger.call(versions.state, self.run, version)
+
+    def _ask(self, version: int) -> str:
+        """Have engines load it; its state, or `HELD`."""
+        self._ensure_open()
+        if not self.ledger.call(versions.publish, self.run, self.epoch, version):
+            return HELD
+        return self._state(version)
+
+    def _look(self, version: int, waited: float) -> str:
+        """Its state; raises once it has been loading for too long."""
+        state, limit = self._state(version), self.waits.patience_s
+        if state != "loading":
+            return state
+        self._ensure_open()
+        if waited > limit:
+            # What was asked for just before the wait began is a little older than the wait.
+            away = self.ledger.call(outages.parts_away, self.run, limit_s=0.9 * limit)
+            raise EngineUnavailable(
+                f"version {version} of run {self.run} was not served within {limit:.0f} s"
+                f"{away and f' ({away})'}; see that an engine is up (ROLLBOOK_ENGINES), that it "
+                "reaches the object store, and that the workflow and ledger workers run, then "
+                f"`rollbook resume {self.run}`"
+            )
+        return state
 
     def _upload(self, version: int) -> None:
         probed = probe(self.policy, self.longest)

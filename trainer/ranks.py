@@ -7,49 +7,64 @@ process and many run the same code. Two kinds of traffic:
     control    JSON and plain bytes over gloo: votes, causes, masses, digests, figures
     gradients  summed in place, over NCCL where there are GPUs and gloo elsewhere
 
-A failure travels as a vote: what raises on one rank raises on every rank, with the same text, at
-the same point of the program (`together`). So no rank is left waiting, and each of them can still
-take part in closing the run. What cannot vote any more, a process that was killed or that broke in
-the middle of a sum, is noticed by the others when its connection closes: their collective raises,
-they exit, and whoever launched them starts the world again under a new epoch. A peer that hangs
-without dying is given up after `timeout_s`.
+A failure raises on every rank, with one type and one text, by one of two ways:
+
+    vote   what raises inside `together` is exchanged; all ranks raise it at the same point of the
+           program and go on together, to close the run
+    note   what breaks anywhere else (in the middle of a sum, where nobody can vote) is noted in the
+           store where the ranks met, the first note standing; the process leaves, its connections
+           close, and a rank whose collective then raises reads the note and raises that instead
+
+A process that was killed leaves no note: the first survivor's does. All of them leave, and whoever
+launched them starts the world again under a new epoch. A peer that hangs without dying is given up
+after `timeout_s`. Nothing that may wait for long (rollouts, engines) waits inside a collective: it
+is a poll, `pause`d between two exchanges.
 """
 
 import ctypes
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
-from domain import errors
-from domain.errors import ConfigError, RollbookError
-from trainer.waiting import Stopped
+from domain.errors import ConfigError
+from trainer.waiting import Kind, Stopped, Waits
 
 T = TypeVar("T")
 
 _SET_PDEATHSIG = 1
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_NOTE = "rollbook/broken"
 
 
 class RanksApart(RuntimeError):
     """Two ranks are at different points of the program: a defect, which ends the process."""
 
 
+class RankBroken(RuntimeError):
+    """Another rank raised what this one has no class for."""
+
+
 class Ranks:
     """This process among the trainer processes of a run."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
         """By default the only one; `joined` makes the others."""
         self.rank = rank
         self.size = size
-        self._agreed: BaseException | None = None
+        self.apart = False
+        """Whether collectives are over: a failure could not be voted on, each leaves by itself."""
+        self._store = store
+        self._agreed: Exception | None = None
 
     @classmethod
     @contextmanager
@@ -72,11 +87,13 @@ class Ranks:
                 "with torchrun, or unset RANK to train in one process"
             )
         die_with_parent()
-        ranks = cls(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
+        limit = timedelta(seconds=timeout_s)
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        ranks = cls(rank, size, store)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         try:
             yield ranks
         finally:
@@ -90,27 +107,51 @@ class Ranks:
             act: must not use a collective itself.
 
         Raises:
-            RollbookError, Stopped: what it raised, on whichever rank. An error goes before a stop.
+            Exception: what it raised, on whichever rank. An error goes before a stop.
         """
-        if self.size == 1:
-            return act()
-        try:
-            result = act()
-        except (RollbookError, Stopped) as error:
-            self._exchange(what, None, error)
-            raise AssertionError("the exchange raises") from error
-        self._exchange(what, None)
+        result, _ = self._vote(what, act, lambda _: None)
         return result
+
+    def gather(self, what: str, act: Callable[[], T]) -> list[T]:
+        """`together`, and everyone's result (JSON), by rank."""
+        result, answers = self._vote(what, act, lambda found: found)
+        return [result] if self.size == 1 else answers
 
     def first(self, what: str, act: Callable[[], T]) -> T | None:
         """Do something on rank 0 while the others wait, which get None, or the same error."""
         return self.together(what, act if self.rank == 0 else lambda: None)
 
+    def decide(self, what: str, act: Callable[[], T]) -> T:
+        """What rank 0 finds (JSON), on every rank, or the same error."""
+        found: T | None = self.gather(what, act if self.rank == 0 else lambda: None)[0]
+        return found  # type: ignore[return-value]  # rank 0's is never the others' None
+
+    def pause(self, waits: Waits, kind: Kind, reason: str) -> float:
+        """Sleep once on every rank; for how many seconds rank 0 has waited for this.
+
+        Its clock decides: every rank must be idle, or lose patience, at the same poll.
+
+        Raises:
+            Stopped, Fenced: as `Waits.pause`, on whichever rank.
+        """
+        return self.gather("wait", lambda: waits.pause(kind, reason))[0]
+
+    @contextmanager
+    def sums(self) -> Iterator[None]:
+        """Around what adds up over the ranks: what breaks in it on one rank is raised on all."""
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1 or error is self._agreed or self._note(error) is error:
+                raise
+            assert self._agreed is not None
+            raise self._agreed from error
+
     def exchange(self, what: str, value: T) -> list[T]:
         """Everyone's value (JSON), by rank.
 
         Raises:
-            RollbookError, Stopped: another rank has failed meanwhile.
+            Exception: what another rank has failed with meanwhile.
         """
         return [value] if self.size == 1 else self._exchange(what, value)
 
@@ -148,31 +189,53 @@ class Ranks:
         for work in works:
             work.wait()
 
-    def tell(self, error: RollbookError) -> None:
-        """Let the others know of an error that was raised outside `together`, if they do not."""
-        if self.size == 1 or error is self._agreed:
-            return
+    def tell(self, error: Exception) -> None:
+        """Let the others know of an error that was raised outside a vote, if they do not."""
+        if self.size > 1 and error is not self._agreed:
+            self._note(error)
+
+    def _vote(
+        self, what: str, act: Callable[[], T], say: Callable[[T], Any]
+    ) -> tuple[T, list[Any]]:
+        if self.size == 1:
+            return act(), []
         try:
-            self._exchange("failed", None, error)
-        except (RollbookError, Stopped):
-            return
+            result = act()
+        except Exception as error:
+            self._exchange(what, None, error)
+            raise AssertionError("the exchange raises") from error
+        return result, self._exchange(what, say(result))
 
     def _exchange(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
         mine: dict[str, Any] = {"what": what, "value": value}
         if error is not None:
-            mine["error"] = [type(error).__name__, str(error)]
+            mine["error"] = _described(error)
         raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        answers = [json.loads(part.numpy().tobytes()) for part in self._gather(raw)]
+        with self.sums():
+            answers = [json.loads(part.numpy().tobytes()) for part in self._gather(raw)]
         failures = [(r, a["error"]) for r, a in enumerate(answers) if "error" in a]
-        failures.sort(key=lambda failure: failure[1][0] == Stopped.__name__)
+        failures.sort(key=lambda failure: failure[1][1] == Stopped.__name__)
         if failures:
-            rank, (kind, text) = failures[0]
-            self._agreed = error if rank == self.rank and error is not None else _error(kind, text)
-            raise self._agreed
+            rank, described = failures[0]
+            agreed = error if error and rank == self.rank else _rebuilt(described)
+            self._agreed = agreed
+            raise agreed
         points = [answer["what"] for answer in answers]
         if len(set(points)) > 1:
             raise RanksApart(f"the ranks are at {points}, one each; please report this")
         return [answer["value"] for answer in answers]
+
+    def _note(self, error: Exception) -> Exception:
+        """The error that all ranks leave with, which is this one if none was noted before."""
+        self.apart = True
+        mine = json.dumps(_described(error))
+        try:
+            assert self._store is not None
+            noted = self._store.compare_set(_NOTE, "", mine).decode()
+        except RuntimeError:  # rank 0 may have taken the store with it
+            noted = mine
+        self._agreed = error if noted == mine else _rebuilt(json.loads(noted))
+        return self._agreed
 
     def _gather(self, raw: Tensor) -> list[Tensor]:
         """Everyone's bytes; their numbers may differ."""
@@ -196,9 +259,17 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def _error(kind: str, text: str) -> Exception:
+def _described(error: Exception) -> list[str]:
+    """An error as the other ranks can raise it: module, class and text."""
+    return [type(error).__module__, type(error).__qualname__, str(error)]
+
+
+def _rebuilt(described: Sequence[str]) -> Exception:
     """Another rank's error, as this rank raises it."""
-    if kind == Stopped.__name__:
-        return Stopped(text)
-    found: type[RollbookError] = getattr(errors, kind, RollbookError)
-    return found(text)
+    module, name, text = described
+    kind = getattr(sys.modules.get(module), name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(TypeError):  # some take more than a text
+            if str(found := kind(text)) == text:
+                return found
+    return RankBroken(f"{name}: {text}")

@@ -2,6 +2,7 @@
 
 Every rank holds the same weights and goes through the same steps; what is written once (the booked
 step, the checkpoint, the published version) is written by rank 0 while the others wait.
+Publishing is a poll of all ranks, since it may wait for engines as long as it takes.
 """
 
 import logging
@@ -71,6 +72,7 @@ class Session:
             longest=config.max_context_tokens,
             sync_every=config.schedule.sync_every,
             base=self.found.world.get("base_manifest"),
+            ranks=w.ranks,
         )
 
     def replay(self) -> None:
@@ -104,8 +106,7 @@ class Session:
 
     def _step(self, first: int) -> Trained | End | None:
         """Train one step; None from all ranks but the one that books it."""
-        publish = partial(self.publisher.publish_if_due, self.version)
-        self.ranks.first("publish", partial(publish, first=self.version == first))
+        self.publisher.publish_if_due(self.version, first=self.version == first)
         plan = self.consumer.next_plan(self.step, idle=self.checkpoint)
         if isinstance(plan, End):
             self.checkpoint()
@@ -184,7 +185,8 @@ class Session:
     def _compute(self, plan: Planned, planned: Batch) -> Outcome:
         """The step's effect on the weights: a function of its plan and the weights before it."""
         determinism.seed_step(self.learner.config.seed, plan.step, self.consumer.share)
-        return self.learner.step(planned, self.version)
+        with self.ranks.sums():
+            return self.learner.step(planned, self.version)
 
     def _read_again(self, step: int) -> tuple[Planned, Batch]:
         """This rank's part of a step that was applied."""

@@ -1,5 +1,6 @@
 """Two trainer processes train one run, against a real ledger and object store."""
 
+import json
 import os
 import secrets
 import signal
@@ -26,6 +27,7 @@ from trainer import loop
 
 History = list[tuple[Any, ...]]
 TRAIN_ONCE = Path(__file__).parents[1] / "train_once.py"
+BROKEN_RANK = TRAIN_ONCE.with_name("broken_rank.py")
 
 
 @pytest.fixture
@@ -45,10 +47,12 @@ def create(ledger: Ledger, folder: Path, **sections: Any) -> str:
 
 
 @contextmanager
-def started(name: str, services: Services, **environ: str) -> "Iterator[subprocess.Popen[str]]":
-    """torchrun with two ranks of `train_once.py`, as `rollbook run` starts the trainer."""
+def started(
+    name: str, services: Services, *, program: Path = TRAIN_ONCE, **environ: str
+) -> "Iterator[subprocess.Popen[str]]":
+    """torchrun with two ranks of a program, as `rollbook run` starts the trainer."""
     process = subprocess.Popen(
-        [sys.executable, *torchrun(2), str(TRAIN_ONCE), name],
+        [sys.executable, *torchrun(2), str(program), name],
         env=os.environ | services.environment() | {"OMP_NUM_THREADS": "1"} | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -119,7 +123,8 @@ def test_two_ranks_train_a_run_to_its_end(around: Services, ledger: Ledger, tmp_
         ).fetchone()
     assert [row["record"]["groups"] for row in records] == [4, 2]  # of the step, of the share
     assert records[0]["waited_s"] > 0  # rank 0 publishes
-    assert records[1]["waited_s"] is not None
+    # The other one waited beside it, not inside a collective.
+    assert records[1]["record"]["waited_for"].get("publish", 0) > 0
     assert metrics is not None
     assert metrics["metrics"]["status/completed"] == 1.0
     alone = loop.run(name, around, holder="elsewhere:1", patience_s=20)
@@ -134,6 +139,42 @@ def test_a_run_of_two_shares_refuses_a_single_trainer(
         loop.run(name, around, holder="elsewhere:1", patience_s=20)
     found = ledger.call(runs.read, name)
     assert (found.state, found.epoch) == ("creating", 0)  # nobody took it over
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        pytest.param("optimizer", 1, id="compute"),
+        pytest.param("plan_mid", 1, id="plan", marks=pytest.mark.slow),
+        pytest.param("mid_step", 0, id="compute on rank 0", marks=pytest.mark.slow),
+        pytest.param("apply_mid", 0, id="apply", marks=pytest.mark.slow),
+        pytest.param("ck_mid", 0, id="checkpoint", marks=pytest.mark.slow),
+        pytest.param("p_uploaded", 0, id="publish", marks=pytest.mark.slow),
+        pytest.param("p_served", 1, id="outside every vote", marks=pytest.mark.slow),
+    ],
+)
+def test_one_failure_raises_the_same_error_on_every_rank_and_none_is_left_waiting(
+    around: Services, ledger: Ledger, tmp_path: Path, point: str, rank: int
+) -> None:
+    name = create(ledger, tmp_path / "a")
+    with (
+        Fleet(around, tmp_path / "engine"),
+        started(name, around, program=BROKEN_RANK, BREAK=f"{point}:{rank}") as process,
+    ):
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output[-4000:]
+    told = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    (broke,) = [line for line in told if "broke" in line]
+    for other in range(2):
+        raised, ended = [line for line in told if line["rank"] == other and "broke" not in line]
+        assert raised["raised"] == ["DataChanged", "somebody has exchanged the data"]
+        assert ended["state"] == "failed"
+        assert ended["at"] - broke["at"] < 10
+    found = ledger.call(runs.read, name)
+    assert (found.state, found.failure) == (
+        "failed",
+        "DataChanged: somebody has exchanged the data",
+    )
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,8 @@ from trainer.ranks import Ranks
 PROGRAM = Path(__file__).parents[1] / "two_ranks.py"
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What both processes together found, by case; started once."""
-    folder = tmp_path_factory.mktemp("ranks")
+def told_by(folder: Path, *how: str) -> list[list[dict[str, Any]]]:
+    """The lines that each of two processes tells."""
     common = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": ports.LOOPBACK,
@@ -29,7 +28,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder)],
+            [sys.executable, str(PROGRAM), str(folder), *how],
             env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -38,13 +37,25 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         for rank in range(2)
     ]
     try:
-        output, errors = processes[0].communicate(timeout=200)
-        assert processes[0].returncode == 0, errors[-4000:]
+        outputs = []
+        for process in processes:
+            output, errors = process.communicate(timeout=200)
+            assert process.returncode in (0, -signal.SIGKILL), errors[-4000:]
+            outputs.append(output)
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return [
+        [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        for output in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What both processes together found, by case; started once."""
+    found, _ = told_by(tmp_path_factory.mktemp("ranks"))
     return {case.pop("case"): case for case in found}
 
 
@@ -82,8 +93,14 @@ def test_what_fails_on_one_rank_raises_the_same_error_on_all(
     assert told["none"]["answers"] == [[], []]
 
 
-def test_an_error_outside_a_vote_reaches_the_others(told: dict[str, dict[str, Any]]) -> None:
-    assert told["outside"]["answers"] == [["DataChanged", "raised by one rank alone"]] * 2
+def test_what_breaks_in_the_middle_of_a_sum_raises_the_same_error_on_all(tmp_path: Path) -> None:
+    for (rank,) in told_by(tmp_path, "breaks"):
+        assert rank.pop("seconds") < 10
+        assert rank == {"error": ["OverflowError", "in the middle of a step"], "apart": True}
+
+
+def test_rank_0_decides_for_all(told: dict[str, dict[str, Any]]) -> None:
+    assert told["decided"]["answers"] == ["by rank 0"] * 2
 
 
 def test_one_rank_that_is_told_to_stop_stops_all(told: dict[str, dict[str, Any]]) -> None:
