@@ -67,8 +67,8 @@ fmt: $(READY)    ## format and fix
 	$(HERE) $(BIN)/ruff format .
 	$(HERE) $(BIN)/ruff check --fix .
 
-chaos: $(READY)  ## the long crash schedules
-	$(HERE) $(BIN)/python -m pytest -m slow tests/chaos
+chaos: $(READY)  ## the slow tier: long crash schedules, and whatever else takes minutes
+	$(HERE) $(BIN)/python -m pytest -m "slow and not vllm and not ui"
 
 bench: $(READY)  ## the figures of the README
 	$(HERE) for figure in bench/*.py; do name=$$(basename $$figure .py); echo "== bench.$$name"; \

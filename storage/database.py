@@ -88,6 +88,9 @@ class Ledger:
             min_size=1,
             max_size=pool,
             timeout=10,
+            # The pool tries ever more rarely. Giving up soon, it begins anew with the next caller:
+            # otherwise the end of a long outage is noticed only after as long again.
+            reconnect_timeout=10,
             check=_connected,
             open=False,
         )

@@ -4,11 +4,13 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg import conninfo
 
 from domain.errors import (
     Fenced,
@@ -21,6 +23,7 @@ from domain.errors import (
 )
 from storage import checkpoints, runs, steps, tasks, versions
 from storage.database import Ledger, Tx
+from tests.outage import Proxy
 from tests.rehearsal import Rehearsal, configuration, digest
 
 
@@ -283,6 +286,27 @@ def test_calls_are_retried_while_patience_lasts(
         assert len(tried) == 1
     finally:
         hasty.close()
+
+
+@pytest.mark.slow
+def test_the_end_of_an_outage_is_noticed_within_seconds_however_long_it_lasted(
+    ledger_url: str,
+) -> None:
+    place = conninfo.conninfo_to_dict(ledger_url)
+    with Proxy(str(place["host"]), int(str(place["port"]))) as proxy:
+        url = conninfo.make_conninfo(ledger_url, host="127.0.0.1", port=proxy.port)
+        ledger = Ledger.open(url, pool=2, patience_s=100)
+        proxy.cut()
+        mended: list[float] = []
+
+        def mend() -> None:
+            proxy.mend()
+            mended.append(time.monotonic())
+
+        threading.Timer(34, mend).start()  # just after the pool would have tried for the sixth time
+        assert ledger.call(lambda tx: 3) == 3
+        assert time.monotonic() - mended[0] < 15
+        ledger.close()
 
 
 async def test_run_never_blocks_the_loop(ledger: Ledger) -> None:
