@@ -20,6 +20,7 @@ from domain import failpoints
 from domain.errors import RollbookError
 from domain.ids import publish_workflow_id
 from domain.messages import (
+    SINCE,
     Close,
     FinishGroup,
     GroupIn,
@@ -217,7 +218,7 @@ async def _stuck_groups(client: Client, ledger: Ledger, run: str) -> dict[str, S
             attempt=wait.attempt,
             waits_on=wait.on,
             why=wait.detail[:300],
-            since=f"{since:%Y-%m-%d %H:%M:%S}",
+            since=f"{since:{SINCE}}",
             turn=wait.turn,
             tokens=wait.tokens,
             version=wait.version,

@@ -177,6 +177,10 @@ class Close:
     cause: str
 
 
+SINCE = "%d %b %H:%M:%S"
+"""How people are shown since when something is so."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StuckAttempt:
     """An attempt without progress, as the steward saw it: what people read in the Temporal UI."""
@@ -185,7 +189,7 @@ class StuckAttempt:
     attempt: int
     waits_on: str
     why: str
-    since: str  # when that began, by the steward's clock
+    since: str  # when that began, by the steward's clock, as SINCE
     turn: int = 0
     tokens: int = 0
     version: int | None = None

@@ -39,7 +39,8 @@ with workflow.unsafe.imports_passed_through():
         NextAttempt,
         Stuck,
     )
-    from workflows import endings, options
+    from workflows import details, endings, options
+    from workflows.details import Told
     from workflows.endings import Ending
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class GroupWorkflow:
         self.moving = "sampling"  # the stage that a stuck group goes back to
         self.members = group.kept
         self.live: dict[int, Live] = {}
-        self.rows: dict[int, str] = {}  # sample -> its row in the table people see
+        self.told: dict[int, Told] = {}  # sample -> its row in the table people see
         self.resubmitted: Counter[str] = Counter()
         self.deadline = False  # the ledger saw the straggler deadline
         self.close_cause: str | None = None  # someone asked to close the group
@@ -104,9 +105,7 @@ class GroupWorkflow:
         for told in report.attempts:
             live = self.live.get(told.sample)
             if live and live.attempt == told.attempt:
-                facts = (told.turn, told.tokens, _shown(told.version))
-                waits = f"**{told.waits_on}**: {told.why}"
-                self._tell(told.sample, told.attempt, "stuck", facts, waits, told.since)
+                self._tell(told.sample, Told.stuck(told))
         if report.attempts and self.stage in ("sampling", "quorum"):
             self.moving = self.stage
             self._enter("stuck")
@@ -261,7 +260,7 @@ class GroupWorkflow:
             **options.attempt_options(self.group, which),
         )
         live = self.live[sample] = Live(attempt=attempt, handle=handle)
-        self._tell(sample, attempt, "running", ("", "", ""), "see Pending Activities", _now())
+        self._tell(sample, Told.running(attempt, workflow.now()))
         return live
 
     def _attempt_in(self, sample: int, attempt: int) -> AttemptIn:
@@ -282,9 +281,7 @@ class GroupWorkflow:
             if answer.adopted is not None:  # given up as lost, but it had joined just before
                 ending = endings.of_result(answer.adopted)
         del self.live[sample]
-        ref = ending.ref
-        facts = ("", "", "") if ref is None else (ref.turns, ref.tokens, _shown(ref.version))
-        self._tell(sample, attempt, ending.told, facts, "", _now())
+        self._tell(sample, Told.ended(attempt, ending.told, ending.ref, workflow.now()))
         if ending.kind == "member":
             self.members += 1
             self._note_quorum()
@@ -337,36 +334,8 @@ class GroupWorkflow:
             self.stage = stage
             workflow.upsert_search_attributes([namespace.STAGE.value_set(stage)])
 
-    def _tell(
-        self,
-        sample: int,
-        attempt: int,
-        status: str,
-        facts: tuple[object, object, object],
-        waits: str,
-        since: str,
-    ) -> None:
+    def _tell(self, sample: int, told: Told) -> None:
         """Refresh the table people see in the Temporal UI; it costs no event."""
-        cells = (attempt, status, *facts, waits, since)
-        self.rows[sample] = " | ".join(str(cell).replace("|", "/") for cell in cells)
-        group = self.group
-        causes = ", ".join(f"{cause} {n}" for cause, n in sorted(self.resubmitted.items()))
-        lines = [
-            f"**{self.members} of {group.size} members** · group {group.group} of run {group.run}"
-            f" · generation {group.gen} · kept {group.kept} · resubmitted: {causes or 'none'}",
-            "",
-            "| sample | attempt | status | turns | tokens | version | waits on | since |",
-            "|---|---|---|---|---|---|---|---|",
-            *(f"| {number} | {text} |" for number, text in sorted(self.rows.items())),
-            "",
-            f"`rollbook inspect {group.run} {group.group}` tells the same from the ledger.",
-        ]
-        workflow.set_current_details("\n".join(lines))
-
-
-def _now() -> str:
-    return f"{workflow.now():%Y-%m-%d %H:%M:%S}"
-
-
-def _shown(version: int | None) -> str:
-    return "" if version is None else f"v{version}"
+        self.told[sample] = told
+        table = details.render(self.group, self.members, self.resubmitted, self.told)
+        workflow.set_current_details(table)
