@@ -82,6 +82,11 @@ def test_full_weights_start_no_adapter_slots_and_a_cpu_gets_its_flags() -> None:
     assert "--enforce-eager" in flags
     assert flags[-2:] == ["--seed", "1"]
     assert flags[:3] == [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
+    # What is sampled is what the run says, and its log-probabilities are of that.
+    wanted = {"--generation-config": "vllm", "--logprobs-mode": "processed_logprobs"}
+    assert {flag: flags[flags.index(flag) + 1] for flag in wanted} == wanted
+    # Else a CPU build would want nearly all of the machine's memory.
+    assert int(flags[flags.index("--kv-cache-memory-bytes") + 1]) < 2**30
     assert "--enforce-eager" not in argv(Settings(python=PYTHON), Path("/m"), 1, "x", cpu=False)
 
 

@@ -25,8 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest_asyncio.fixture(scope="module")
 async def in_place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
-    """A front that replaces full weights."""
-    async with running_front(tmp_path_factory.mktemp("in-place")) as lab:
+    """A front that replaces full weights; four requests may wait beside the eight it decodes."""
+    async with running_front(tmp_path_factory.mktemp("in-place"), max_waiting=4) as lab:
         yield lab
 
 

@@ -2,11 +2,12 @@
 
 import asyncio
 
+import httpx
 import pytest
 import torch
 
 from activities.inference import Crossing, Generated
-from domain.errors import EngineRefused, EngineUnavailable, WrongVersion
+from domain.errors import EngineBusy, EngineRefused, EngineUnavailable, WrongVersion
 from tests.integration.engine.lab import Weights, idle, reach, sampling
 from tests.vllm.lab import PROBE, QWEN3, Lab, probe_of
 
@@ -269,9 +270,26 @@ async def test_a_name_never_stands_for_other_weights(in_place: Lab) -> None:
 async def test_more_requests_than_may_wait_are_sent_away(in_place: Lab) -> None:
     """vLLM queues without a bound; the front says 429, and callers try again."""
     found = await asyncio.gather(
-        *(ask(in_place, prompt(4), "run@6", max_tokens=2) for _ in range(20))
+        *(ask(in_place, prompt(4), "run@6", max_tokens=100) for _ in range(20)),
+        return_exceptions=True,
     )
-    assert len(found) == 20
+    busy = [one for one in found if isinstance(one, EngineBusy)]
+    answered = [one for one in found if isinstance(one, Generated)]
+    assert (len(busy), len(answered)) == (8, 12)
+    assert {len(one.sampled_ids) for one in answered} == {100}
+
+
+async def test_an_abort_of_nothing_aborts_nothing(in_place: Lab) -> None:
+    """vLLM would take an empty list for everything."""
+    pending = asyncio.create_task(ask(in_place, prompt(4), "run@6", max_tokens=300))
+    await reach(in_place.client, in_place.url, lambda health: health.running == 1)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        answer = await http.post(
+            in_place.url + "/inference/v1/abort_requests", json={"request_ids": []}
+        )
+    assert answer.status_code == 200
+    found = await pending
+    assert (found.finish_reason, len(found.sampled_ids)) == ("length", 300)
 
 
 async def test_a_server_that_dies_leaves_an_empty_front_with_a_new_incarnation(
