@@ -60,11 +60,15 @@ class Two:
         name, found = policy_name(self.bench.run, version), stored(A[version])
         for lab in self.labs:
             lab.source.stored[name] = found
-        if version:
-            self.bench.serve(version, sha256=bytes.fromhex(found.sha256))
         self.bench.sql(
-            "UPDATE policy_versions SET weights_key = %s WHERE version = %s", name, version
+            """INSERT INTO policy_versions(run_id, version, weights_sha256, weights_key, state,
+            trainer_epoch, served_at) VALUES (%s, %s, %s, %s, 'served', 1, now())""",
+            self.bench.run,
+            version,
+            bytes.fromhex(found.sha256),
+            name,
         )
+        self.bench.sql("UPDATE runs SET version = %s, next_step = %s", version, version)
 
     async def keep(self) -> None:
         """Tend the fleet until cancelled."""
@@ -157,8 +161,6 @@ async def two(
     config = RunConfig.parse(table)
     shared_ledger.call(runs.create, config, world={})
     bench = Bench(shared_ledger, config, "")
-    bench.serve(0, sha256=bytes.fromhex(stored(A[0]).sha256))
-    bench.sql("UPDATE runs SET state = 'running', durable_step = 0")
     async with AsyncExitStack() as stack:
         labs = [
             await stack.enter_async_context(
@@ -176,6 +178,14 @@ async def two(
         stack.push_async_callback(client.aclose)
         made = Two(labs, bench, Sampler(shared_ledger, client, Router(shared_ledger)), client)
         made.publish(0)
+        bench.sql(
+            """INSERT INTO checkpoints(run_id, step, version, s3_prefix, manifest_sha256, bytes,
+            data_position, rng, world, trainer_epoch)
+            VALUES (%s, 0, 0, 'c', %s, 1, '{}', '{}', '{}', 1)""",
+            bench.run,
+            bytes(32),
+        )
+        bench.sql("UPDATE runs SET durable_step = 0, state = 'running'")
         keeping = asyncio.create_task(made.keep())
         yield made
         keeping.cancel()
