@@ -143,6 +143,7 @@ class EnginePublisher:
         policy = self._put(weights)
         assert self._publishing is not None
         probe, model = publishing.probe(policy, longest), self._publishing.model
+        digest = weights_digest(policy.weights())
         stored = desk.waits.outlast(
             lambda: publishing.upload(
                 desk.store,
@@ -151,9 +152,10 @@ class EnginePublisher:
                 f"weights/{desk.config.name}/0",
                 model=model,
                 probe=probe,
+                sha256=digest,
             )
         )
-        return First(stored.manifest_key, stored.bytes, probe, weights_digest(policy.weights()))
+        return First(stored.manifest_key, stored.bytes, probe, digest)
 
     def _bound(self) -> Desk:
         if self._desk is None:
