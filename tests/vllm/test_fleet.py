@@ -20,7 +20,7 @@ from psycopg import conninfo, sql
 
 from activities.fleet import Fleet
 from activities.inference import EngineClient
-from activities.routing import Router
+from activities.routing import FRESH_S, Router
 from activities.sampler import Sampler
 from activities.session import SessionRecorder
 from domain.config import RunConfig
@@ -48,6 +48,7 @@ class Two:
     bench: Bench
     sampler: Sampler
     client: EngineClient
+    fleet: Fleet
     tended: Sequence[str] = ()
     """Engines that the fleet's keeper looks after, as the steward's does."""
 
@@ -72,14 +73,19 @@ class Two:
 
     async def keep(self) -> None:
         """Tend the fleet until cancelled."""
-        fleet = Fleet(self.bench.ledger, self.client, ())
         try:
             while True:
-                fleet.urls = self.tended
-                await fleet.tend()
+                self.fleet.urls = self.tended
+                await self.fleet.tend()
                 await asyncio.sleep(0.3)
         finally:
-            await fleet.stop()
+            await self.fleet.stop()
+
+    async def leave_all_but(self, url: str) -> None:
+        """Have the others no longer looked after, and nothing under way for them."""
+        self.tended = [url]
+        await asyncio.sleep(1)
+        await asyncio.gather(*self.fleet._loading.values(), return_exceptions=True)
 
     async def tend(self, *urls: str, until: Callable[[], bool]) -> None:
         """Have these engines looked after, and wait until that is so."""
@@ -176,7 +182,8 @@ async def two(
             )
         client = EngineClient()
         stack.push_async_callback(client.aclose)
-        made = Two(labs, bench, Sampler(shared_ledger, client, Router(shared_ledger)), client)
+        sampler = Sampler(shared_ledger, client, Router(shared_ledger))
+        made = Two(labs, bench, sampler, client, Fleet(shared_ledger, client, ()))
         made.publish(0)
         bench.sql(
             """INSERT INTO checkpoints(run_id, step, version, s3_prefix, manifest_sha256, bytes,
@@ -197,6 +204,7 @@ async def test_requests_go_to_the_engines_that_hold_their_version(two: Two) -> N
     await two.tend(one, other, until=lambda: two.holders(0) == {one, other})
     group = two.bench.group()
     pinned = [two.recorder(group, sample) for sample in range(8)]
+    await two.leave_all_but(other)
     two.publish(1)
     await two.tend(other, until=lambda: two.holders(1) == {other})
     two.bench.sql("UPDATE engines SET alive_until = now() + interval '1 hour'")  # tended or not
@@ -277,6 +285,7 @@ async def test_it_is_out_of_the_fleet_and_back_only_with_what_it_has_acknowledge
     apart = await two.sample([two.recorder(group, sample) for sample in range(6)], 20)
     assert {url for _, url in apart} == {other}
     await two.tend(one, other, until=lambda: two.holders(2) == {one, other})
+    await asyncio.sleep(FRESH_S)  # the router reuses what it knows for so long
     back = await two.sample([two.recorder(group, sample) for sample in range(6, 18)], 40)
     assert {url for _, url in back} == {one, other}
     assert all(off(A[2], segment) < EXACT for segment, _ in (*apart, *back))
