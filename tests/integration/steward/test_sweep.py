@@ -1,11 +1,15 @@
 """What was lost, stuck or cancelled behind the ledger's back is set right."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
-from temporalio.client import WorkflowExecutionStatus
+from temporalio import workflow
+from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities import namespace
+from domain.messages import WORKFLOW_QUEUE, GroupIn
 from storage import housekeeping, runs
 from storage.census import Silent
 from tests.steward_scene import (
@@ -97,6 +101,33 @@ async def test_a_group_cancelled_by_a_person_is_cancelled_and_not_sampled_again(
             await scene.handle(group).result()
     assert scene.run.group(0)["closed_cause"] == "human"
     assert scene.run.group(0)["gen"] == 0
+
+
+@workflow.defn(name="GroupWorkflow", sandboxed=False)
+class Unaware:
+    """Ends when it is cancelled, without a word to the ledger."""
+
+    @workflow.run
+    async def run(self, group: GroupIn) -> None:
+        await workflow.sleep(3600)
+
+
+async def test_a_cancel_that_the_ledger_was_not_told_of_is_found_by_the_sweep(scene: Scene) -> None:
+    scene.run.hand_over()
+    runner = UnsandboxedWorkflowRunner()
+    queue = WORKFLOW_QUEUE
+    async with Worker(scene.client, task_queue=queue, workflows=[Unaware], workflow_runner=runner):
+        await scene.relay.deliver()
+        await scene.handle(0).cancel()
+        with suppress(WorkflowFailureError):
+            await scene.handle(0).result()
+        assert await scene.status(0) is WorkflowExecutionStatus.CANCELED
+        await scene.sweep().run()
+        for group in range(1, 4):
+            await scene.handle(group).terminate()
+    found = scene.run.group(0)
+    assert (found["state"], found["closed_cause"], found["gen"]) == ("cancelled", "human", 0)
+    assert scene.run.states()[1] == "submitted"
 
 
 async def test_a_workflow_that_no_group_names_is_closed_when_seen_twice(scene: Scene) -> None:
