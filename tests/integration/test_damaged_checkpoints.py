@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from domain.errors import DigestMismatch
 from domain.services import Services
@@ -112,6 +115,18 @@ def trained(ledger_url: str, ledger: Ledger, s3_services: Services, tmp_path: Pa
     with Fleet(services, tmp_path / "engine") as fleet:
         assert loop.run(run, services, holder="a:1", stop=fleet.broken) == "finished"
     return Trained(services, ledger, run, tmp_path)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+def test_the_generators_stand_where_they_stood(trained: Trained) -> None:
+    assert trained.restored() == 4
+    then = draws()
+    assert then != draws()
+    assert trained.restored() == 4
+    assert draws() == then
 
 
 def test_what_is_not_what_the_ledger_names_is_never_loaded(
