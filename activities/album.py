@@ -5,7 +5,6 @@ nothing, and of two that do not find it the store lets one create the object.
 """
 
 import asyncio
-import base64
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +68,7 @@ class Album:
 
     def _remember(self, sha256: str, image: Image) -> str:
         """Keep the image as a data URL; the longest unused ones go."""
-        url = f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+        url = image.url
         if sha256 not in self._urls:
             self._urls[sha256] = url
             self._bytes += len(url)

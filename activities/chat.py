@@ -20,6 +20,7 @@ from activities import toolcalls
 from activities.templates import TextFiles
 from domain import images
 from domain.errors import ConfigError, SourceBroken
+from domain.rollouts import Segment
 from domain.text import clean
 from domain.tools import Message
 
@@ -94,6 +95,11 @@ class Chat(ABC):
         Raises:
             ConfigError: names what the template does.
         """
+
+    def asked(self, segment: Segment) -> list[int]:
+        """The prompt of a recorded segment as it was asked for: one id for each image."""
+        ids = [int(i) for i in segment.prompt_ids]
+        return ids if self.image_id is None else images.compact(ids, segment.images, self.image_id)
 
     def text(self, sampled: Sequence[int]) -> str:
         """What was sampled, without the id that ended it. Half characters become U+FFFD."""

@@ -20,8 +20,10 @@ from activities.openai_api import Answered, ApiError, Ask, Json, for_template
 from activities.session import Beside
 from activities.transcripts import message_of, retell
 from domain import images
+from domain.capabilities import IMAGES
 from domain.config import RunConfig
 from domain.errors import BudgetExhausted, ConfigError, SourceBroken
+from domain.images import Image
 from domain.rollouts import Segment
 from domain.sampling import Limits, Spent, next_request
 from domain.text import clean
@@ -40,8 +42,16 @@ class Record(Protocol):
     def deadline_reached(self) -> bool:
         """The group closed its doors: nothing more is sampled."""
 
+    async def keep(self, image: Image) -> None:
+        """See that an image lies in the object store."""
+
     async def sample(
-        self, prompt_ids: Sequence[int], *, max_tokens: int, beside: Beside
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        images: Sequence[str],
+        beside: Beside,
     ) -> Segment:
         """One sampling request, kept before it returns.
 
@@ -116,6 +126,8 @@ class LiveSession:
         turn = self._histories.again(question)
         if turn is None:
             turn = self._begin(question)
+            for image in ask.images:
+                await self._record.keep(image)
         if turn.finish is None:
             await self._sample(turn, ask)
         message = message_of(self._chat, turn, ask.asked, ask.stop)
@@ -137,19 +149,38 @@ class LiveSession:
 
     def _begin(self, question: Question) -> Turn:
         asked = question.asked
-        most = self._config.budget.max_images
-        if most is not None and images.count(asked.get("messages", ())) > most:
-            raise BudgetExhausted("images")
+        shown = images.digests(asked.get("messages", ()))
+        self._require_sight(shown)
         known = self._histories.continued(question)
         try:
             if known is None:
-                return Turn.first(self._prompt(asked), asked)
-            before, added = known
-            return before.followed_by(self._continuation(before, added), added)
+                turn = Turn.first(self._prompt(asked), asked)
+            else:
+                before, added = known
+                turn = before.followed_by(self._continuation(before, added), added)
         except SourceBroken as error:
             raise ApiError(400, str(error)) from error
         except ConfigError as error:
             raise Unusable(str(error)) from error
+        turn.images = shown
+        return turn
+
+    def _require_sight(self, shown: Sequence[str]) -> None:
+        most = self._config.budget.max_images
+        if most is not None and len(shown) > most:
+            raise BudgetExhausted("images")
+        if shown and (most is None or self._chat.image_id is None):
+            lacking = (
+                "the run does not ask its engines for it; set budget.max_images"
+                if most is None
+                else "its model reads text only (config.json names no image_token_id)"
+            )
+            raise ApiError(
+                400,
+                f"messages hold {len(shown)} images, which need {IMAGES!r}: {lacking}",
+                code="unsupported_parameter",
+                param="messages",
+            )
 
     def _prompt(self, asked: Json) -> list[int]:
         if "ids" in asked:
@@ -187,11 +218,17 @@ class LiveSession:
             turn.finish = "length"
 
     async def _segment(self, turn: Turn, ask: Ask) -> None:
+        wrong = images.mismatch(turn.context.tolist(), turn.images, self._chat.image_id)
+        if wrong is not None:
+            raise Unusable(wrong)
         wanted = await self._grant(turn, ask)
         try:
             await self.note_refusal(None)
             segment = await self._record.sample(
-                turn.context, max_tokens=wanted, beside=self._beside(turn, ask)
+                turn.context,
+                max_tokens=wanted,
+                images=turn.images,
+                beside=self._beside(turn, ask),
             )
             self._generated += len(segment.sampled_ids)
         finally:
@@ -203,6 +240,7 @@ class LiveSession:
                 f"the engine ended a request of {wanted} tokens with {segment.finish_reason!r} "
                 "and no tokens"
             )
+        turn.look(segment)
         turn.extend(segment.sampled_ids, segment.logprobs)
         turn.cached = turn.cached or segment.cached_prompt_tokens
         if segment.finish_reason == "stop":
@@ -210,7 +248,9 @@ class LiveSession:
 
     async def _grant(self, turn: Turn, ask: Ask) -> int:
         """How many tokens the next request may sample; calls side by side share what is left."""
-        spent = Spent(generated=self._generated, context=turn.end, turn=turn.end - turn.prompt)
+        spent = Spent(
+            generated=self._generated, context=turn.end + turn.grown, turn=turn.end - turn.prompt
+        )
         async with self._settled:
             while True:
                 if self._record.deadline_reached:
@@ -218,6 +258,8 @@ class LiveSession:
                 promised = replace(spent, generated=self._generated + self._promised)
                 wanted = next_request(self.limits, promised, turn_cap=ask.max_tokens)
                 if isinstance(wanted, int):
+                    # One token tells what the images are; the turn goes on with what that leaves.
+                    wanted = 1 if turn.unmeasured else wanted
                     self._promised += wanted
                     return wanted
                 if wanted != "tokens" or not self._promised:
@@ -268,7 +310,9 @@ class LiveSession:
             name=f"{i.run}.g{i.group}.s{i.sample}.a{i.attempt}.{turn.call}",
             message=message,
             finish_reason="tool_calls" if message.get("tool_calls") else finish,
-            prompt_ids=turn.ids[: turn.prompt].tolist(),
+            prompt_ids=[int(i) for i in turn.seen]
+            if turn.images
+            else turn.ids[: turn.prompt].tolist(),
             sampled_ids=sampled,
             logprobs=turn.logprobs.tolist(),
             tokens=[clean(decode([t], skip_special_tokens=False)) for t in sampled]

@@ -8,13 +8,14 @@ growing buffer; a conversation that is continued twice is copied the second time
 
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 
 from activities.openai_api import Json, identity
-from domain.rollouts import Numbers
+from domain.images import PlacedImage
+from domain.rollouts import Numbers, Segment
 from domain.tools import Message
 
 Digest = bytes
@@ -37,6 +38,12 @@ class Turn:
     """Number of its first segment; None while nothing is recorded."""
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     cached: int = 0
+    images: Sequence[str] = ()
+    """Digests of the images in the prompt, each of which is one of its ids."""
+    places: tuple[PlacedImage, ...] = ()
+    """Where an engine put them, once one was asked."""
+    seen: Numbers = ()
+    """The prompt as the model saw it, where it holds images."""
     finish: str | None = None
     """None until it is finished: being sampled, or cut off when the gateway died."""
 
@@ -44,6 +51,16 @@ class Turn:
     def context(self) -> "array[int]":
         """Everything so far: what the next request sends."""
         return self.ids[: self.end]
+
+    @property
+    def grown(self) -> int:
+        """By how many tokens the images make the context longer than its ids."""
+        return sum(place.length - 1 for place in self.places)
+
+    @property
+    def unmeasured(self) -> bool:
+        """There are images of which no engine has said how many tokens they are."""
+        return len(self.places) < len(self.images)
 
     @property
     def sampled(self) -> list[int]:
@@ -57,6 +74,12 @@ class Turn:
         self.logprobs.extend(float(logprob) for logprob in logprobs)
         self.end = len(self.ids)
 
+    def look(self, segment: Segment) -> None:
+        """Learn what the model saw of the images."""
+        if segment.images:
+            self.places = segment.images
+            self.seen = self.seen if len(self.seen) else segment.prompt_ids
+
     @staticmethod
     def first(prompt: Numbers, added: Json) -> "Turn":
         """A turn that begins a conversation."""
@@ -67,7 +90,8 @@ class Turn:
         """The next turn, whose prompt begins with this one's ids."""
         ids = _ending(self.ids, self.end)
         ids.extend(int(token) for token in prompt[self.end :])
-        return Turn(ids, prompt=len(ids), end=len(ids), added=added, after=self.call)
+        end = len(ids)
+        return Turn(ids, prompt=end, end=end, added=added, after=self.call, places=self.places)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from domain.images import Image
 from domain.text import clean_json
 from domain.tools import MALFORMED, Message
 
@@ -64,6 +65,8 @@ class Ask:
     logprobs: bool
     token_ids: bool
     """Answer with the ids too, as vLLM does (`return_token_ids`)."""
+    images: tuple[Image, ...] = ()
+    """What the handles in its messages stand for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +109,10 @@ def read_chat(body: object) -> Ask:
         raise ApiError(400, 'tools must be a list of {"type": "function", ...}', param="tools")
     if table.get("tool_choice") == "none":
         tools = []
-    asked = {"messages": [_message(m, n) for n, m in enumerate(messages)], "tools": tools}
+    shown: list[Image] = []
+    asked = {"messages": [_message(m, n, shown) for n, m in enumerate(messages)], "tools": tools}
     limits = [table.get(name) for name in ("max_completion_tokens", "max_tokens")]
-    return _ask(table, asked, limits, logprobs=table.get("logprobs") is True)
+    return _ask(table, asked, limits, logprobs=table.get("logprobs") is True, shown=shown)
 
 
 def read_completion(body: object) -> Ask:
@@ -304,7 +308,14 @@ def _plain_logprobs(answer: Answered) -> Json:
     }
 
 
-def _ask(table: Json, asked: Json, limits: Sequence[object], *, logprobs: bool) -> Ask:
+def _ask(
+    table: Json,
+    asked: Json,
+    limits: Sequence[object],
+    *,
+    logprobs: bool,
+    shown: Sequence[Image] = (),
+) -> Ask:
     for name in ("n", "best_of"):
         if table.get(name) not in (None, 1):
             raise _unsupported(name, "send as many requests as you want answers")
@@ -327,6 +338,7 @@ def _ask(table: Json, asked: Json, limits: Sequence[object], *, logprobs: bool) 
         usage=isinstance(options, Mapping) and options.get("include_usage") is True,
         logprobs=logprobs,
         token_ids=table.get("return_token_ids") is True,
+        images=tuple(shown),
     )
 
 
@@ -337,7 +349,8 @@ def _table(body: object) -> Json:
     return cleaned
 
 
-def _message(value: object, number: int) -> Message:
+def _message(value: object, number: int, shown: list[Image]) -> Message:
+    """A message as it is stored; each image becomes its handle, and is added to `shown`."""
     where = f"messages[{number}]"
     roles = ("system", "developer", "user", "assistant", "tool")
     if not isinstance(value, dict) or value.get("role") not in roles:
@@ -346,8 +359,15 @@ def _message(value: object, number: int) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
+        seen = [_image(part, where) for part in parts]
+        shown += [image for image in seen if image is not None]
+        parts = [
+            part if image is None else image.handle for part, image in zip(parts, seen, strict=True)
+        ]
         if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
             message["content"] = "".join(part["text"] for part in parts)
+        else:
+            message["content"] = parts
     elif not isinstance(content, str | None):
         raise ApiError(400, f"{where}.content must be text or a list of parts", param=where)
     calls = message.get("tool_calls", [])
@@ -356,6 +376,19 @@ def _message(value: object, number: int) -> Message:
     if not calls:
         message.pop("tool_calls", None)
     return message
+
+
+def _image(part: Json, where: str) -> Image | None:
+    if part.get("type") != "image_url":
+        return None
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    try:
+        return Image.from_url(str(url))
+    except ValueError as error:
+        raise ApiError(
+            400, f"{where}: {error}; the gateway fetches nothing", param=where
+        ) from error
 
 
 def _is_call(value: object) -> bool:

@@ -71,7 +71,7 @@ class Sampler:
     ) -> None:
         self.ledger = ledger
         self.album = album
-        """Where images are kept; None where nobody sends any: at the gateway."""
+        """Where images are kept; None where nobody sends any."""
         self._engines = engines
         self._router = router
 

@@ -20,6 +20,7 @@ from activities.setups import Formats
 from domain.config import RunConfig
 from domain.errors import BudgetExhausted, Fenced
 from domain.messages import AttemptIn
+from domain.images import Image
 from domain.rollouts import Segment
 from storage import outbox, sessions
 from storage.database import Ledger
@@ -113,11 +114,22 @@ class LedgerRecord:
         """The group's straggler deadline has passed."""
         return self.recorder.deadline_reached
 
+    async def keep(self, image: Image) -> None:
+        """In the store, and known to the ledger."""
+        await self.recorder.keep(image)
+
     async def sample(
-        self, prompt_ids: Sequence[int], *, max_tokens: int, beside: Beside
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        images: Sequence[str],
+        beside: Beside,
     ) -> Segment:
         """Committed before it returns."""
-        return await self.recorder.sample(prompt_ids, max_tokens=max_tokens, beside=beside)
+        return await self.recorder.sample(
+            prompt_ids, max_tokens=max_tokens, images=images, beside=beside
+        )
 
     async def refuse(self, cause: str | None) -> None:
         """Told to the attempt, which decides how its program ended."""

@@ -37,14 +37,17 @@ def retell(past: Past, chat: Chat) -> Iterator[Told]:
         (first, opening), *_ = parts = list(group)
         asked = dict(first.asked or {})
         stop = asked.pop("stop")
+        prompt = chat.asked(opening)
         if first.after is None:
-            turn = Turn.first(opening.prompt_ids, asked)
+            turn = Turn.first(prompt, asked)
         else:
             before = told[first.after]
-            turn = before.turn.followed_by(opening.prompt_ids, asked)
+            turn = before.turn.followed_by(prompt, asked)
             asked = _joined(before, asked)
         turn.call, turn.cached = call, opening.cached_prompt_tokens
+        turn.images = [image.sha256 for image in opening.images]
         for _, segment in parts:
+            turn.look(segment)
             turn.extend(segment.sampled_ids, segment.logprobs)
             turn.finish = "stop" if segment.finish_reason == "stop" else None
         told[call] = Told(

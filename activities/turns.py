@@ -142,7 +142,7 @@ class Conversation:
     def resume(self, last: Segment, messages: Sequence[Message], new: int) -> None:
         """Take up a chain after its last segment; the last `new` messages follow that segment."""
         self.messages = list(messages[: len(messages) - new])
-        self.prompt = _asked(last, self.chat)
+        self.prompt = self.chat.asked(last)
         self.sampled = [int(i) for i in last.sampled_ids]
         self._places = last.images
         self.extend(messages[len(messages) - new :])
@@ -173,15 +173,9 @@ class Conversation:
         Raises:
             Failed: they do not belong together; an engine would take one for another.
         """
-        if self.chat.image_id is None:
-            return
-        tokens = self.ids.count(self.chat.image_id)
-        if tokens != len(self.images):
-            raise Failed(
-                f"a conversation with {len(self.images)} images has {tokens} of the tokens that stand "
-                f"for one (id {self.chat.image_id}): a message or the model wrote the token's text, "
-                "or the chat template does not write it once for each image"
-            )
+        wrong = images.mismatch(self.ids, self.images, self.chat.image_id)
+        if wrong is not None:
+            raise Failed(wrong)
 
 
 class Turns:
@@ -299,7 +293,7 @@ class Turns:
         segment = self._recorded.popleft()
         shown, asked = [], list(segment.prompt_ids)
         if conversation is not None:
-            shown, asked = conversation.images, _asked(segment, conversation.chat)
+            shown, asked = conversation.images, conversation.chat.asked(segment)
         if asked != prompt or shown != [image.sha256 for image in segment.images]:
             raise Failed(
                 f"recorded segment {self.segments} has another prompt than the one rendered now: "
@@ -317,14 +311,6 @@ class Turns:
             raise  # cancelled or fenced: not this rollout's to judge
         except Exception as error:
             raise Failed(f"sampling failed: {type(error).__name__}: {error}") from error
-
-
-def _asked(segment: Segment, chat: Chat) -> list[int]:
-    """The prompt of a recorded segment as a conversation asked for it."""
-    ids = [int(i) for i in segment.prompt_ids]
-    if chat.image_id is None:
-        return ids
-    return images.compact(ids, segment.images, chat.image_id)
 
 
 async def _close(conversation: Conversation) -> Message:

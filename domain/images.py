@@ -9,6 +9,8 @@ model's (`image_token_id`), in whose place the engine puts as many as it needs. 
 model sees, so they are what is recorded and counted.
 """
 
+import base64
+import binascii
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -50,6 +52,28 @@ class Image:
     def handle(self) -> dict[str, str]:
         """The part of a message that stands for it."""
         return {"type": "image", "sha256": self.sha256}
+
+    @classmethod
+    def from_url(cls, url: str) -> "Image":
+        """The image in a data URL, as the OpenAI API has them: `data:image/png;base64,…`.
+
+        Raises:
+            ValueError: it is another kind of URL, or holds no image.
+        """
+        head, comma, body = url.partition(",")
+        if not (comma and head.startswith("data:") and head.endswith(";base64")):
+            raise ValueError(
+                f"an image must come as a data URL (data:image/png;base64,...), not {url!r:.60}"
+            )
+        try:
+            return cls(base64.b64decode(body, validate=True))
+        except binascii.Error as error:
+            raise ValueError(f"the image's base64 cannot be read: {error}") from error
+
+    @property
+    def url(self) -> str:
+        """The image as a data URL."""
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
 
     def _kind(self) -> str | None:
         if self.data[:4] == b"RIFF" and self.data[8:12] == b"WEBP":
@@ -125,6 +149,24 @@ def by_handle(messages: Sequence[Any], root: Path) -> tuple[list[Any], list[Imag
         for message in messages
     ]
     return changed, found
+
+
+def mismatch(ids: Sequence[int], shown: Sequence[str], image_id: int | None) -> str | None:
+    """Why an engine would take one image for another; None: each has its token, and no token lacks one.
+
+    Args:
+        ids: of a conversation, one for each image.
+        shown: its images, in order.
+        image_id: the token that stands for an image; None: the model has none.
+    """
+    tokens = len(shown) if image_id is None else ids.count(image_id)
+    if tokens == len(shown):
+        return None
+    return (
+        f"a conversation with {len(shown)} images has {tokens} of the tokens that stand for one (id "
+        f"{image_id}): a message or the model wrote the token's text, or the chat template does not "
+        "write it once for each image"
+    )
 
 
 def compact(ids: Sequence[int], places: Sequence[PlacedImage], image_id: int) -> list[int]:

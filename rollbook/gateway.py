@@ -11,6 +11,7 @@ from pathlib import Path
 import psycopg
 import uvicorn
 
+from activities.album import Album
 from activities.gateway import Gateway
 from activities.inference import EngineClient
 from activities.routing import Router
@@ -50,8 +51,9 @@ async def serve(services: Services, *, host: str, port: int, cache: Path) -> Non
         stack.callback(ledger.close)
         engines = EngineClient()
         stack.push_async_callback(engines.aclose)
-        sampler = Sampler(ledger, engines, Router(ledger))
-        formats = Formats(ledger, ObjectStore(services), cache / "models")
+        store = ObjectStore(services)
+        sampler = Sampler(ledger, engines, Router(ledger), Album(ledger, store))
+        formats = Formats(ledger, store, cache / "models")
         server = make_server(Gateway(Sessions(LedgerBook(sampler, formats))), host=host, port=port)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

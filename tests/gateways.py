@@ -10,6 +10,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from activities.album import Album
 from activities.chat import Chat
 from activities.gateway import Gateway
 from activities.inference import EngineClient
@@ -22,6 +23,7 @@ from domain.rollouts import Segment
 from rollbook.gateway import make_server
 from rollbook.stack import ports
 from storage import segments, sessions
+from storage.objects import ObjectStore
 
 
 @dataclass
@@ -74,10 +76,13 @@ class Running:
 
 
 @asynccontextmanager
-async def gateway(bench: Any, chat: Chat, *, port: int = 0) -> AsyncIterator[Running]:
+async def gateway(
+    bench: Any, chat: Chat, *, port: int = 0, store: ObjectStore | None = None
+) -> AsyncIterator[Running]:
     """Serve the bench's run; leaving ends it at once, as a kill would."""
     engines = EngineClient()
-    sampler = Sampler(bench.ledger, engines, Router(bench.ledger))
+    album = None if store is None else Album(bench.ledger, store)
+    sampler = Sampler(bench.ledger, engines, Router(bench.ledger), album)
     opened = Sessions(LedgerBook(sampler, OneFormat(bench.config, chat)))  # type: ignore[arg-type]
     port = port or ports.choose(0)
     server = make_server(Gateway(opened), host="127.0.0.1", port=port)

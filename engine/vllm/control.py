@@ -92,10 +92,13 @@ class Control:
     async def reload(self, folder: Path) -> None:
         """Replace the weights by those in the folder. Only while paused.
 
-        A folder that lacks a tensor is taken without a word: verify it before.
+        A folder that lacks a tensor is taken without a word: verify it before. What the old weights
+        made of images is forgotten with them; where KV is kept the scheduler would otherwise rely on
+        it, and the server die of the first image it has seen before.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._send("POST", "/collective_rpc", json=body, timeout_s=RELOAD_PATIENCE_S)
+        await self._send("POST", "/reset_encoder_cache")
 
     async def label(self, version: str) -> None:
         """Name the weights: `weight_versions` of every answer from here on. Only while paused."""

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -41,6 +41,14 @@ PROBE = [[(row * 17 + column * 7) % 64 for column in range(12)] for row in range
 _fetches = itertools.count()
 
 
+def describe_qwen3(folder: Path) -> None:
+    """Write the model folder of QWEN3, weights apart."""
+    QWEN3.save_pretrained(folder)
+    vocabulary = {f"t{i}": i for i in range(QWEN3.vocab_size)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
 def probe_of(weights: Weights) -> dict[str, Any]:
     """What a trainer with these weights would say about PROBE."""
     logprobs = []
@@ -69,6 +77,8 @@ class FolderSource:
     """Sets by manifest name; each fetch writes them anew, as the object store's does."""
 
     folder: Path
+    describe: Callable[[Path], object]
+    """Writes the model folder of what is stored."""
     stored: dict[str, Stored] = field(default_factory=dict)
 
     def fetch(self, manifest: str, sha256: str | None) -> WeightSet:
@@ -103,14 +113,8 @@ class FolderSource:
     def fetch_model(self, manifest: str) -> Path:
         folder = self.folder / "model"
         if not folder.exists():
-            QWEN3.save_pretrained(folder)
-            vocabulary = {f"t{i}": i for i in range(QWEN3.vocab_size)}
-            Tokenizer(models.WordLevel(vocabulary, unk_token="t0")).save(
-                str(folder / "tokenizer.json")
-            )
-            (folder / "tokenizer_config.json").write_text(
-                '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-            )
+            folder.mkdir(parents=True)
+            self.describe(folder)
         return folder
 
 
@@ -138,13 +142,16 @@ class Lab:
 
 
 @asynccontextmanager
-async def running_front(folder: Path, **changes: Any) -> AsyncIterator[Lab]:
+async def running_front(
+    folder: Path, *, describe: Callable[[Path], object] = describe_qwen3, **changes: Any
+) -> AsyncIterator[Lab]:
     """A front; its server starts with the first load."""
     torch.set_num_threads(1)
     python = vllm_python(os.environ)
     assert python is not None
-    settings = Settings(python=python, max_batch=8, max_context=CONTEXT, threads=1, **changes)
-    source, port = FolderSource(folder), ports.choose(0)
+    common = {"max_batch": 8, "max_context": CONTEXT, "threads": 1}
+    settings = Settings(python=python, **(common | changes))
+    source, port = FolderSource(folder, describe), ports.choose(0)
     own = OwnServer(settings, os.environ, folder / "vllm.log")
     server = make_server(settings, own, source, folder, host="127.0.0.1", port=port)
     serving = asyncio.create_task(server.serve())

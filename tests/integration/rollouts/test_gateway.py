@@ -277,8 +277,8 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
             with pytest.raises(openai.BadRequestError) as caught:
                 await ask(**{"model": "m", "messages": HELLO} | fields)
             assert caught.value.param == param
-        image = {"type": "image_url", "image_url": {"url": "data:,"}}
-        with pytest.raises(openai.BadRequestError, match="takes text only"):
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+        with pytest.raises(openai.BadRequestError, match="PNG, JPEG, GIF or WebP"):
             await ask(model="m", messages=[{"role": "user", "content": [image]}])
         with pytest.raises(openai.NotFoundError, match="no /v1/responses here"):
             await program.responses.create(model="m", input="hello")
