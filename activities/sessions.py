@@ -19,8 +19,8 @@ from activities.session import Beside, SessionRecorder
 from activities.setups import Formats
 from domain.config import RunConfig
 from domain.errors import BudgetExhausted, Fenced
-from domain.messages import AttemptIn
 from domain.images import Image
+from domain.messages import AttemptIn
 from domain.rollouts import Segment
 from storage import outbox, sessions
 from storage.database import Ledger
