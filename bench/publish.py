@@ -33,8 +33,7 @@ from rollbook.stack.stack import Stack
 from rollbook.stack.supervise import Command, Supervisor
 from storage import manifests
 from storage.objects import ObjectStore
-from trainer import publishing
-from trainer.checkpoint import write_tensors
+from trainer import publishing, tensor_files
 from trainer.model import Policy, weights_digest
 
 SHAPE = LlamaConfig(
@@ -137,7 +136,7 @@ async def measure(rounds: int, stack: Stack, folder: Path) -> dict[str, Any]:
         for number in range(rounds):
             with torch.no_grad():
                 next(iter(policy.parameters().values())).add_(1e-3)
-            write_tensors(scratch / "plain.safetensors", policy.weights())
+            tensor_files.write(scratch / "plain.safetensors", policy.weights())
             told["plain"].append(
                 plain(services, scratch / "plain.safetensors", scratch, f"plain/{number}")
             )

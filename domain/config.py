@@ -270,6 +270,12 @@ class Trainer(Section):
     ranks: Positive = 1
     """Trainer processes, each with a share of the data, of which a step takes `tasks.batch_size`
     groups; so a step trains ranks times as many. Fixed when the run is created."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """`ddp`: every rank holds the whole model and its optimizer. `fsdp`: they are divided among the
+    ranks (FSDP2), for models that do not fit one device with them."""
+    activation_checkpointing: bool | None = None
+    """Keep only the inputs of each layer for the backward pass and compute the rest again: much less
+    memory for a third more compute. Default: on, but for a tiny model."""
     threads: Positive | None = None
     """torch threads of each trainer process; fixed at run creation, since digests depend on it.
     Default: all cores, divided among the ranks."""

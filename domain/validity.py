@@ -193,6 +193,11 @@ def conflicts(c: "RunConfig") -> list[tuple[bool, str]]:
             f"trainer.importance = {t.importance} is no band around 1; write [low, high]",
         ),
         (
+            t.parallel == "fsdp" and t.ranks == 1,
+            'trainer.parallel = "fsdp" divides the model among several ranks, and trainer.ranks = 1; '
+            'raise trainer.ranks (--ranks), or leave parallel at "ddp"',
+        ),
+        (
             t.exact == "order" and c.checkpoint.every != 1,
             'trainer.exact = "order" publishes durable versions only, so checkpoint.every must '
             "be 1",

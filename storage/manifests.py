@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class File(_Stored):
 
 
 class Tensor(_Stored):
-    """One tensor, and the file that holds it."""
+    """One tensor, and the file that holds it, or its first slice."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -124,17 +124,23 @@ def upload(
         DigestMismatch: the prefix holds another set already.
         ObjectError: the store refused or could not be reached; there is no manifest then.
     """
+    stored = put(store, prefix, files, kind=kind)
+    return seal(store, prefix, stored, kind=kind, sha256=sha256, tensors=tensors, meta=meta)
+
+
+def put(
+    store: ObjectStore, prefix: str, files: Mapping[str, bytes | Path], *, kind: Kind
+) -> dict[str, File]:
+    """Store files of a set that several processes put together; it is none until it is sealed.
+
+    Raises:
+        DigestMismatch: the prefix holds another file of such a name already.
+        ObjectError: the store refused or could not be reached.
+    """
     for name in files:
         _check_name(name)
     with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="upload") as pool:
         described = dict(zip(files, pool.map(_describe, files.values()), strict=True))
-        manifest = Manifest(
-            kind=kind,
-            sha256=sha256,
-            files=described,
-            tensors={name: Tensor.model_validate(dict(t)) for name, t in (tensors or {}).items()},
-            meta=dict(meta or {}),
-        )
         for _ in pool.map(
             lambda name: store.put_new(
                 f"{prefix}/{name}", files[name], sha256=described[name].sha256
@@ -143,6 +149,27 @@ def upload(
         ):
             if kind == "checkpoint":
                 failpoints.reach("ck_part")
+    return described
+
+
+def seal(
+    store: ObjectStore,
+    prefix: str,
+    files: Mapping[str, File],
+    *,
+    kind: Kind,
+    sha256: str,
+    tensors: Mapping[str, Mapping[str, Any]] | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> Stored:
+    """Make a set of files that are all stored: write its manifest. Arguments and errors as `upload`."""
+    manifest = Manifest(
+        kind=kind,
+        sha256=sha256,
+        files=dict(files),
+        tensors={name: Tensor.model_validate(dict(t)) for name, t in (tensors or {}).items()},
+        meta=dict(meta or {}),
+    )
     key, content = f"{prefix}/{NAME}", manifest.encode()
     own = hashlib.sha256(content).hexdigest()
     try:
@@ -169,7 +196,12 @@ def read(store: ObjectStore, manifest_key: str, *, sha256: str | None = None) ->
 
 
 def fetch(
-    store: ObjectStore, manifest_key: str, dest: Path, *, sha256: str | None = None
+    store: ObjectStore,
+    manifest_key: str,
+    dest: Path,
+    *,
+    sha256: str | None = None,
+    wanted: Callable[[str], bool] = lambda _: True,
 ) -> Manifest:
     """Bring a set into a folder, verified. Idempotent; concurrent fetches share one download.
 
@@ -179,28 +211,30 @@ def fetch(
         dest: the folder; it appears (with the manifest in it) once every digest is verified. One
             that is there already is verified again, and replaced if it is damaged.
         sha256: what was promised: the digest of the manifest's bytes, or of the set it describes.
+        wanted: which of the files to bring; the same for every fetch into `dest`.
 
     Raises:
         ObjectMissing: the manifest, or a file it names, is not in the store.
         DigestMismatch: the manifest or a file is not what was promised.
     """
     manifest, content = _read(store, manifest_key, sha256)
+    files = {name: file for name, file in manifest.files.items() if wanted(name)}
     dest.parent.mkdir(parents=True, exist_ok=True)
     with _locked(dest.with_name(dest.name + ".lock")):
-        if _holds(dest, manifest, content):
+        if _holds(dest, files, content):
             return manifest
         draft = dest.with_name(dest.name + ".tmp")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         prefix = manifest_key.removesuffix(NAME)
-        for name in manifest.files:
+        for name in files:
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
             for _ in pool.map(
                 lambda item: store.download(
                     prefix + item[0], draft / item[0], sha256=item[1].sha256
                 ),
-                manifest.files.items(),
+                files.items(),
             ):
                 pass
         (draft / NAME).write_bytes(content)
@@ -253,11 +287,11 @@ def _describe(body: bytes | Path) -> File:
     return File(sha256=digest(body), bytes=size)
 
 
-def _holds(folder: Path, manifest: Manifest, content: bytes) -> bool:
-    """Whether the folder is this set, every byte of it."""
+def _holds(folder: Path, files: Mapping[str, File], content: bytes) -> bool:
+    """Whether the folder is that of this manifest and holds these files, every byte of them."""
     try:
         return (folder / NAME).read_bytes() == content and all(
-            _describe(folder / name) == file for name, file in manifest.files.items()
+            _describe(folder / name) == file for name, file in files.items()
         )
     except OSError:
         return False

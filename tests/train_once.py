@@ -1,6 +1,7 @@
 """A trainer process for the crash tests: `python tests/train_once.py RUN`, services by environment.
 
-Prints the run's final state; under torchrun it is one of several ranks. FAILPOINT kills it where a test wants it to die.
+Prints the run's final state; under torchrun it is one of several ranks. FAILPOINT kills it where a test wants it to die,
+only the rank FAILPOINT_RANK where that is set.
 """
 
 import os
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if os.environ.get("FAILPOINT_RANK") not in (None, os.environ.get("RANK")):
+    os.environ.pop("FAILPOINT", None)
 
 from domain.services import Services
 from trainer.loop import run

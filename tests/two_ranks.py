@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from domain.config import RunConfig
 from domain.errors import DataChanged, RollbookError
 from domain.ids import fold
 from domain.rollouts import Rollout, Segment, Status
-from trainer import determinism, folders
+from trainer import determinism, folders, sharding
 from trainer.batch import Batch
 from trainer.model import Policy, weights_digest
 from trainer.optimizer import Optimizer
 from trainer.ranks import Ranks
+from trainer.sharding import Slice
 from trainer.update import Learner
 from trainer.waiting import Stopped
 
@@ -46,16 +48,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sequence mask": {"sequence_mask": (0.2, 1.5)},
     "band": {"importance": (0.3, 2.0)},
     "one row a micro-batch": {"rows": 1},
+    "layers computed again": {"activation_checkpointing": True, "rows": 1},
 }
 
 
-def learner(folder: Path, ranks: Ranks, *, double: bool = True, **trainer: Any) -> Learner:
+PARALLEL = ("ddp", "fsdp")
+
+
+def learner(
+    folder: Path, ranks: Ranks, *, dtype: str = "float64", shard: bool = False, **trainer: Any
+) -> Learner:
+    kept = "float32" if dtype == "float64" else dtype
     config = RunConfig.parse(
         {
             "name": "t",
             "steps": 4,
             "tasks": {"source": "a:b", "dataset": "a:c"},
-            "model": {"tiny": {"dim": 16, "layers": 1, "heads": 2}},
+            "model": {"tiny": {"dim": 16, "layers": 1, "heads": 2}, "dtype": kept},
             "budget": {"max_generated_tokens": 8},
             "trainer": {"width": 24, "rows": 2, "estimator": "mean", "lr": 1e-2, "grad_clip": None}
             | trainer,
@@ -64,13 +73,17 @@ def learner(folder: Path, ranks: Ranks, *, double: bool = True, **trainer: Any) 
     device = determinism.settle(1, exact=True)
     source = folders.source_folder(config, folder)
     policy, reference = (Policy.build(source, config, device) for _ in range(2))
-    for network in (policy.network, reference.network) if double else ():
+    for network in (policy.network, reference.network) if dtype == "float64" else ():
         network.double()
     with torch.no_grad():
         for p in policy.parameters().values():
             p.add_(0.05 * torch.sin(torch.arange(p.numel(), dtype=p.dtype)).reshape(p.shape))
     frozen = reference if config.trainer.kl_coefficient else None
-    return Learner(config, policy, Optimizer(policy.parameters(), config.trainer), frozen, ranks)
+    for each in (policy, reference) if shard else ():
+        each.shard(device, Slice(ranks.rank, ranks.size))
+    pool = partial(ranks.total, "norm") if shard else None
+    optimizer = Optimizer(policy.parameters(), config.trainer, pool=pool)
+    return Learner(config, policy, optimizer, frozen, ranks)
 
 
 def group(number: int, size: int = 3, reward: float | None = None) -> list[Rollout]:
@@ -102,9 +115,12 @@ def gradients(trainer: Learner, groups: Groups) -> tuple[dict[str, Tensor], Mapp
     found: dict[str, Tensor] = {}
 
     def keep(rate: float) -> None:
-        for name, parameter in trainer.policy.parameters().items():
-            assert parameter.grad is not None
-            found[name] = parameter.grad.clone()
+        parameters = trainer.policy.parameters().items()
+        for (name, parameter), gradient in zip(
+            parameters, trainer.optimizer.gradients(), strict=True
+        ):
+            divided = trainer.policy.sharded and parameter.grad is not None
+            found[name] = sharding.whole(parameter.grad) if divided else gradient.clone()  # type: ignore[arg-type]
 
     trainer.optimizer.step = keep  # type: ignore[method-assign]
     outcome = trainer.step(Batch(groups=groups), 0)
@@ -117,15 +133,17 @@ def compare(ranks: Ranks, folder: Path) -> None:
         kinds = list(SHARES) if name.endswith("token-mean, ppo") else ["uneven"]
         for kind in kinds:
             pooled = SHARES[kind]()
-            mine, told = gradients(learner(folder, ranks, **settings), pooled[ranks.rank])
             whole = [g for of_rank in pooled for g in of_rank]
             alone, expected = gradients(learner(folder, Ranks(), **settings), whole)
             scale = max(float(g.abs().max()) for g in alone.values())
-            worst = max(float((mine[n] - alone[n]).abs().max()) for n in alone) / scale
             names = {n for n in expected if not n.startswith(("time/", "tokens_per", "pack/"))}
             names -= {"staleness/span_age_p99"}
-            figures = {n: [told.get(n), expected[n]] for n in sorted(names)}
-            tell(ranks, f"{name}; {kind}", worst=worst, figures=figures)
+            for parallel in PARALLEL:
+                many = learner(folder, ranks, shard=parallel == "fsdp", **settings)
+                mine, told = gradients(many, pooled[ranks.rank])
+                worst = max(float((mine[n] - alone[n]).abs().max()) for n in alone) / scale
+                figures = {n: [told.get(n), expected[n]] for n in sorted(names)}
+                tell(ranks, f"{parallel}; {name}; {kind}", worst=worst, figures=figures)
 
 
 def no_update(ranks: Ranks, folder: Path) -> None:
@@ -133,26 +151,75 @@ def no_update(ranks: Ranks, folder: Path) -> None:
         "flat": [[group(0, reward=0.5)], [group(1, reward=0.5)]],
         "empty": [[], []],
     }
-    for name, shares in cases.items():
-        trainer = learner(folder, ranks)
-        before = weights_digest(trainer.policy.weights())
-        outcome = trainer.step(Batch(groups=shares[ranks.rank]), 0)
-        kept = weights_digest(trainer.policy.weights()) == before
-        tell(ranks, name, updated=outcome.updated, cause=outcome.cause, kept=kept)
+    for parallel in PARALLEL:
+        for name, shares in cases.items():
+            trainer = learner(folder, ranks, shard=parallel == "fsdp")
+            before = weights_digest(trainer.policy.weights())
+            outcome = trainer.step(Batch(groups=shares[ranks.rank]), 0)
+            kept = weights_digest(trainer.policy.weights()) == before
+            case = f"{parallel}; {name}"
+            tell(ranks, case, updated=outcome.updated, cause=outcome.cause, kept=kept)
 
 
 def minibatches(ranks: Ranks, folder: Path) -> None:
     """Updates beyond one rank's rows: every rank makes them all, and ends with the same weights."""
-    trainer = learner(folder, ranks, double=False, minibatches=3, rows=1)
-    outcome = trainer.step(Batch(groups=SHARES["uneven"]()[ranks.rank]), 0)
-    digests = ranks.exchange("digest", weights_digest(trainer.policy.weights()).hex())
-    tell(ranks, "minibatches", updates=outcome.optimizer_updates, digests=digests)
     # A rank without rows adds nothing to a mass below one, and still sees it.
     mass = ranks.total("mass", torch.zeros(()) if ranks.rank == 0 else torch.tensor(0.4))
-    trainer = learner(folder, ranks, minibatches=3, rows=1, aggregation="rollout-mean", loss="gspo")
-    outcome = trainer.step(Batch(groups=SHARES["one is empty"]()[ranks.rank]), 0)
-    updates = ranks.exchange("updates", outcome.optimizer_updates)
-    tell(ranks, "empty parts", masses=ranks.exchange("masses", float(mass)), updates=updates)
+    masses = ranks.exchange("masses", float(mass))
+    settings: dict[str, Any] = {"minibatches": 3, "rows": 1}
+    for parallel in PARALLEL:
+        shard = parallel == "fsdp"
+        trainer = learner(folder, ranks, dtype="float32", shard=shard, **settings)
+        outcome = trainer.step(Batch(groups=SHARES["uneven"]()[ranks.rank]), 0)
+        digests = ranks.exchange("digest", weights_digest(trainer.policy.weights()).hex())
+        updates = outcome.optimizer_updates
+        tell(ranks, f"{parallel}; minibatches", updates=updates, digests=digests)
+        settings |= {"aggregation": "rollout-mean", "loss": "gspo"}
+        trainer = learner(folder, ranks, shard=shard, **settings)
+        outcome = trainer.step(Batch(groups=SHARES["one is empty"]()[ranks.rank]), 0)
+        each = ranks.exchange("updates", outcome.optimizer_updates)
+        tell(ranks, f"{parallel}; empty parts", masses=masses, updates=each)
+
+
+def updates(ranks: Ranks, folder: Path) -> None:
+    """Clipped updates over several micro-batches move the weights as those of one process do."""
+    pooled = SHARES["uneven"]()
+    whole = Batch(groups=[g for of_rank in pooled for g in of_rank])
+    settings: dict[str, Any] = {"rows": 1, "grad_clip": 0.01, "weight_decay": 0.1}
+    alone = learner(folder, Ranks(), **settings)
+    expected = [alone.step(whole, version).metrics["grad_norm"] for version in range(3)]
+    for parallel in PARALLEL:
+        many = learner(folder, ranks, shard=parallel == "fsdp", **settings)
+        mine = Batch(groups=pooled[ranks.rank])
+        norms = [many.step(mine, version).metrics["grad_norm"] for version in range(3)]
+        worst = max(
+            float((sharding.whole(tensor) - alone.policy.weights()[name]).abs().max())
+            for name, tensor in many.policy.weights().items()
+        )
+        tell(ranks, f"{parallel}; updates", worst=worst, norms=norms, expected=expected)
+
+
+def narrow_weights(ranks: Ranks, folder: Path) -> None:
+    """bfloat16: gradients add up in float32, and updates too small for a weight in its master."""
+    pooled = SHARES["uneven"]()
+    whole = Batch(groups=[g for of_rank in pooled for g in of_rank])
+    settings: dict[str, Any] = {"rows": 1, "dtype": "bfloat16", "lr": 1e-6}
+    expected = learner(folder, Ranks(), **settings).step(whole, 0).metrics["grad_norm"]
+    for parallel in PARALLEL:
+        many = learner(folder, ranks, shard=parallel == "fsdp", **settings)
+        before = {n: t.clone() for n, t in many.optimizer.state().items() if "master" in n}
+        kept = {n: sharding.local(t).clone() for n, t in many.policy.weights().items()}
+        norm = many.step(Batch(groups=pooled[ranks.rank]), 0).metrics["grad_norm"]
+        moved = [not torch.equal(many.optimizer.state()[n], t) for n, t in before.items()]
+        weights = [
+            float((sharding.local(t) != kept[n]).float().mean())
+            for n, t in many.policy.weights().items()
+            if kept[n].numel()
+        ]
+        kinds = sorted({str(t.dtype) for t in before.values()})
+        case = f"{parallel}; bfloat16"
+        told = {"masters": all(moved), "weights": max(weights), "kinds": kinds}
+        tell(ranks, case, norm=norm, expected=expected, each=ranks.exchange("moved", told))
 
 
 def failures(ranks: Ranks) -> None:
@@ -203,7 +270,7 @@ def breakage(ranks: Ranks, folder: Path) -> None:
 
     trainer = learner(folder, ranks)
     if ranks.rank == 1:
-        ranks.sum_gradients = fail  # type: ignore[method-assign, assignment]
+        ranks.add_up = fail  # type: ignore[method-assign, assignment]
     began = time.monotonic()
     try:
         with ranks.sums():
@@ -227,6 +294,8 @@ def main(arguments: Sequence[str]) -> None:
         compare(ranks, folder / str(ranks.rank))
         no_update(ranks, folder / str(ranks.rank))
         minibatches(ranks, folder / str(ranks.rank))
+        updates(ranks, folder / str(ranks.rank))
+        narrow_weights(ranks, folder / str(ranks.rank))
         failures(ranks)
         death(ranks)
 

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ from storage.runs import Run
 from trainer import checkpoint, determinism, folders, publishing
 from trainer.checkpoint import State
 from trainer.determinism import World
-from trainer.model import Policy
+from trainer.model import Policy, weights_digest
 from trainer.optimizer import Optimizer
 from trainer.ranks import Ranks
+from trainer.sharding import Slice
 from trainer.update import Learner
 from trainer.waiting import Waits
 
@@ -68,7 +70,8 @@ class Workshop:
             )
         )
         drawn = config.model.tiny is not None or config.model.initial == "random"
-        policy = (Policy.build if drawn else Policy.pretrained)(source, config, device)
+        home = _home(config, device)
+        policy = (Policy.build if drawn else Policy.pretrained)(source, config, home)
         folders.check_context(source, config)
         world = asdict(World.here(threads, device, shares=found.shares)) | {
             "model_manifest": model.manifest_key
@@ -148,35 +151,57 @@ class Workshop:
             World.here(threads, device, shares=found.shares)
         ):
             log.warning("this is not the world the run was created in: %s", changed)
-        folder = self.waits.outlast(
-            lambda: publishing.fetch_model(
-                self.store, world["model_manifest"], self.scratch / "model"
-            )
+        fetch = partial(publishing.fetch_model, self.store, world["model_manifest"])
+        folder = self.ranks.together(
+            "model", lambda: self.waits.outlast(lambda: fetch(self.scratch / "model"))
         )
-        policy = Policy.build(folder, config, device)
-        if config.model.lora is not None:
-            policy.load(self._initial(world["base_manifest"]))
-            policy.adapt(config)
-        policy.check_packing()
-        optimizer = Optimizer(policy.parameters(), config.trainer)
-        reference = self._reference(folder, config, world, device)
+        build = partial(self._build, folder, config, world, device)
+        policy, reference = self.ranks.together("build", build)
+        pool = None
+        if config.trainer.parallel == "fsdp" and self.ranks.size > 1:
+            with self.ranks.sums():
+                for each in filter(None, (policy, reference)):
+                    each.shard(device, Slice(self.ranks.rank, self.ranks.size))
+                policy.check_packing()
+            pool = partial(self.ranks.total, "norm")
+        optimizer = Optimizer(policy.parameters(), config.trainer, pool=pool)
         assert found.durable_step is not None
         newest = found.durable_step if at_most is None else min(at_most, found.durable_step)
         state = self._load_newest(found, newest, policy, optimizer)
         return Learner(config, policy, optimizer, reference, self.ranks), state
 
+    def _build(
+        self, folder: Path, config: RunConfig, world: Mapping[str, Any], device: torch.device
+    ) -> tuple[Policy, Policy | None]:
+        """The policy, still with other weights, and its reference if the loss has one; whole."""
+        home = _home(config, device)
+        policy = Policy.build(folder, config, home)
+        if config.model.lora is not None:
+            policy.load(self._initial(world["base_manifest"]))
+            policy.adapt(config)
+        if home == device:
+            policy.check_packing()
+        return policy, self._reference(folder, config, world, home)
+
     def _load_newest(self, found: Run, newest: int, policy: Policy, optimizer: Optimizer) -> State:
-        damage: Exception | None = None
+        """The newest checkpoint that every rank can read."""
+        damage: str | None = None
         inexact = found.config.trainer.exact == "order"
         for step in range(newest, newest - 1 if inexact else found.first_step - 1, -1):
-            row = self.ledger.call(checkpoints.at, self.run, step)
+            row = self.ranks.together(
+                "look", partial(self.ledger.call, checkpoints.at, self.run, step)
+            )
             if row is None:
                 continue
-            try:
-                return self._load(row, policy, optimizer)
-            except (DigestMismatch, ObjectMissing) as error:
-                damage = error
-                log.error("checkpoint %d of %s cannot be read: %s", step, self.run, error)  # noqa: TRY400
+            loaded: list[State] = []
+            read = partial(self._try, row, policy, optimizer, loaded)
+            damages = [*filter(None, self.ranks.gather("load", read))]
+            if not damages and policy.sharded:
+                damages = [*filter(None, [self._misfit(row, loaded[0], policy)])]
+            if not damages:
+                return loaded[0]
+            damage = damages[0]
+            log.error("checkpoint %d of %s cannot be read: %s", step, self.run, damage)
         remedy = "restore it in the object store"
         if inexact:
             remedy += (
@@ -185,7 +210,26 @@ class Workshop:
             )
         raise DigestMismatch(
             f"no checkpoint of run {self.run} can be read; {remedy}. Of the last: {damage}"
-        ) from damage
+        )
+
+    def _try(
+        self, row: CheckpointRow, policy: Policy, optimizer: Optimizer, loaded: list[State]
+    ) -> str | None:
+        """Load a checkpoint; what is wrong with it, if something is."""
+        try:
+            loaded.append(self._load(row, policy, optimizer))
+        except (DigestMismatch, ObjectMissing) as error:
+            return str(error)
+        return None
+
+    def _misfit(self, row: CheckpointRow, state: State, policy: Policy) -> str | None:
+        """Whether the slices of all ranks make the weights that were promised."""
+        with self.ranks.sums():
+            digest = weights_digest(policy.weights())
+        same = digest == state.weights_sha256
+        return (
+            None if same else str(checkpoint.wrong_weights(row.prefix, state.weights_sha256.hex()))
+        )
 
     def _load(self, row: CheckpointRow, policy: Policy, optimizer: Optimizer) -> State:
         state = self.waits.outlast(
@@ -206,7 +250,7 @@ class Workshop:
         return state
 
     def _reference(
-        self, folder: Path, config: RunConfig, world: Mapping[str, Any], device: torch.device
+        self, folder: Path, config: RunConfig, world: Mapping[str, Any], home: torch.device
     ) -> Policy | None:
         if not config.trainer.kl_coefficient:
             return None
@@ -216,7 +260,7 @@ class Workshop:
                 f"run {self.run} has a KL term but no reference weights in its world; it was "
                 "created without one"
             )
-        reference = Policy.build(folder, config, device)
+        reference = Policy.build(folder, config, home)
         reference.load(self._initial(key))
         reference.network.requires_grad_(False)
         return reference
@@ -241,3 +285,8 @@ class Workshop:
                 base=world.get("base_manifest"),
             )
         )
+
+
+def _home(config: RunConfig, device: torch.device) -> torch.device:
+    """Where whole networks are built: beside a device that may hold a slice of them only."""
+    return torch.device("cpu") if config.trainer.parallel == "fsdp" else device

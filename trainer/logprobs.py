@@ -99,7 +99,8 @@ def score(
     target_N = input_ids[rows, columns].long()
     owner_E, kept_E = _entries(wanted, support_ids, support_columns)
     parts: list[tuple[Tensor, ...]] = []
-    for start in range(0, len(target_N), chunk):
+    # At least one, be it empty: the head must see a backward pass on every rank.
+    for start in range(0, max(1, len(target_N)), chunk):
         stop = min(start + chunk, len(target_N))
         first, last = torch.searchsorted(
             owner_E, torch.tensor([start, stop], device=owner_E.device)
@@ -120,8 +121,6 @@ def score(
 
     def place(which: int) -> Tensor:
         result = torch.zeros(input_ids.shape, dtype=torch.float32, device=hidden.device)
-        if not parts:
-            return result + hidden.sum() * 0.0  # every rank must be able to run backward
         values = torch.cat([part[which] for part in parts])
         return result.to(values.dtype).index_put((rows, columns), values)
 

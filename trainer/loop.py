@@ -25,7 +25,7 @@ from typing import Literal
 
 from domain import failpoints
 from domain.data import TaskStream
-from domain.errors import ConfigError, DigestMismatch, Fenced, RollbookError, RunStopped
+from domain.errors import ConfigError, Fenced, RollbookError, RunStopped
 from domain.mixing import MixedStream
 from domain.risks import acknowledged
 from domain.services import Services
@@ -34,7 +34,6 @@ from storage import datasets, runs
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore
 from storage.runs import Run
-from trainer.checkpoint import State
 from trainer.consumer import Consumer
 from trainer.creation import Workshop
 from trainer.lease import LEASE_S, Lease, acquire
@@ -131,8 +130,7 @@ def _train(
         if found.state == "creating":
             ranks.first("create", partial(workshop.create, found, share.position(0)))
             found = workshop.ledger.call(runs.read, workshop.run)
-        learner, state = ranks.together("restore", partial(workshop.restore, found))
-        _ensure_alike(ranks, state)
+        learner, state = workshop.restore(found)
         consumer = Consumer(
             workshop.ledger, workshop.run, workshop.epoch, share, workshop.waits, ranks
         )
@@ -186,19 +184,3 @@ def _share(
     """The rank's share of the run's data."""
     whole = stream or datasets.open_stream(run.config)
     return whole if run.shares == 1 else Share(whole, rank, run.shares)
-
-
-def _ensure_alike(ranks: Ranks, state: State) -> None:
-    """Refuse to train from different checkpoints: one rank may have found the newest damaged.
-
-    Raises:
-        DigestMismatch: names what each rank restored.
-    """
-    mine = f"step {state.step} ({state.weights_sha256.hex()[:16]})"
-    restored = ranks.exchange("restored", mine)
-    if len(set(restored)) > 1:
-        told = ", ".join(restored)
-        raise DigestMismatch(
-            f"the ranks restored different checkpoints: {told}; see that each of them can read the "
-            "whole object store"
-        )

@@ -178,7 +178,7 @@ def pack(
         raise ValueError(f"{len(chains)} chains need {needed} rows of {width} tokens, not {rows}")
     kept = _kept(chains, row_of, needed)
     capacity = supports.room(kept, support_capacity, grows=support_grows)
-    packed = _blank(needed if rows is None else rows, width, capacity)
+    packed = blank(needed if rows is None else rows, width, capacity)
     _fill(packed, chains, row_of, np.asarray(values, dtype=np.float32))
     if not np.isfinite(packed["behavior_logprobs"]).all():
         row, column = np.argwhere(~np.isfinite(packed["behavior_logprobs"]))[0]
@@ -260,7 +260,8 @@ def _kept(chains: Sequence[_Placed], row_of: Sequence[int], rows: int) -> list[i
     return kept
 
 
-def _blank(rows: int, width: int, capacity: int | None) -> Packed:
+def blank(rows: int, width: int, capacity: int | None) -> Packed:
+    """Rows of padding, in which nothing takes loss."""
     return {
         name: np.full((rows, (capacity or 0) if name in _SUPPORT else width), fill, dtype=dtype)
         for name, (dtype, fill) in _LAYOUT.items()

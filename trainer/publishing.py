@@ -20,8 +20,8 @@ from storage import manifests, outages, runs, versions
 from storage.database import Ledger, Tx
 from storage.manifests import Stored
 from storage.objects import ObjectStore
-from trainer import lora
-from trainer.checkpoint import describe, write_tensors
+from trainer import lora, tensor_files
+from trainer.checkpoint import describe
 from trainer.model import Policy, probe_ids, weights_digest
 from trainer.ranks import Ranks
 from trainer.waiting import Waits
@@ -57,35 +57,54 @@ def upload(
     Args:
         store: where.
         scratch: a local folder for the file on its way.
-        policy: gives the weights.
+        policy: gives the weights, of which this process must hold all.
         prefix: `weights/RUN/VERSION`.
         model: manifest key of the model folder they belong to.
         probe: goes into the manifest.
         sha256: the weights' digest, where it is known; engines compare it with what they read.
         base: manifest key of the weights that an adapter changes; None: these are full weights.
     """
-    weights = policy.weights()
-    digest = (sha256 or weights_digest(weights)).hex()
-    file = scratch / f"weights-{uuid.uuid4().hex[:12]}.safetensors"
+    file = draft(scratch)
     try:
-        write_tensors(file, weights)
-        name, files = WEIGHTS, dict[str, bytes]()
-        meta: dict[str, Any] = {"model": model, "probe": probe}
-        if policy.lora is not None:
-            described = lora.describe(policy.network, policy.lora)
-            name, files = lora.WEIGHTS, {lora.CONFIG: lora.config_file(described)}
-            meta |= {"adapter": described, "base": base}
-        return manifests.upload(
-            store,
-            f"{prefix}/{digest}",
-            {name: file, **files},
-            kind="weights",
-            sha256=digest,
-            tensors=describe(weights, name),
-            meta=meta,
-        )
+        tensor_files.write(file, policy.weights())
+        digest = (sha256 or weights_digest(policy.weights())).hex()
+        return put(store, policy, file, digest, prefix, model=model, probe=probe, base=base)
     finally:
         file.unlink(missing_ok=True)
+
+
+def draft(scratch: Path) -> Path:
+    """A file for weights on their way to the store."""
+    return scratch / f"weights-{uuid.uuid4().hex[:12]}.safetensors"
+
+
+def put(
+    store: ObjectStore,
+    policy: Policy,
+    file: Path,
+    digest: str,
+    prefix: str,
+    *,
+    model: str,
+    probe: dict[str, Any],
+    base: str | None,
+) -> Stored:
+    """Store a file of weights with all that belongs to it. Arguments as `upload`."""
+    name, files = WEIGHTS, dict[str, bytes]()
+    meta: dict[str, Any] = {"model": model, "probe": probe}
+    if policy.lora is not None:
+        described = lora.describe(policy.network, policy.lora)
+        name, files = lora.WEIGHTS, {lora.CONFIG: lora.config_file(described)}
+        meta |= {"adapter": described, "base": base}
+    return manifests.upload(
+        store,
+        f"{prefix}/{digest}",
+        {name: file, **files},
+        kind="weights",
+        sha256=digest,
+        tensors=describe(policy.weights(), name),
+        meta=meta,
+    )
 
 
 @dataclass
@@ -123,7 +142,8 @@ class Publisher:
             EngineUnavailable: no engine served it within the limit.
             Stopped, Fenced, RunStopped, SourceBroken: as the poll.
         """
-        self.ranks.first("upload", partial(self._upload_once, version))
+        if self.ranks.decide("uploaded", partial(self._state, version)) == "computed":
+            self._upload(version)
         while (state := self.ranks.decide("ask", partial(self._ask, version))) == HELD:
             reason = f"no engine has a free slot for version {version}"
             self.ranks.pause(self.waits, "resident_limit", reason)
@@ -139,10 +159,6 @@ class Publisher:
     def _is_due(self, version: int) -> bool:
         served = self.ledger.call(versions.served, self.run)
         return served is None or version - served >= self.sync_every
-
-    def _upload_once(self, version: int) -> None:
-        if self._state(version) == "computed":
-            self._upload(version)
 
     def _state(self, version: int) -> str:
         return self.ledger.call(versions.state, self.run, version)
@@ -172,17 +188,35 @@ class Publisher:
         return state
 
     def _upload(self, version: int) -> None:
-        probed = probe(self.policy, self.longest)
-        known = self.ledger.call(versions.digest, self.run, version)
+        """Store the weights from rank 0. Where they are divided, all ranks take part in gathering."""
+        file = draft(self.scratch)
+        try:
+            if self.policy.sharded:
+                with self.ranks.sums():
+                    probed = self._write(file if self.ranks.rank == 0 else None)
+                self.ranks.first("upload", lambda: self._store(version, file, probed))
+            else:
+                self.ranks.first("upload", lambda: self._store(version, file, self._write(file)))
+        finally:
+            file.unlink(missing_ok=True)
+
+    def _write(self, file: Path | None) -> dict[str, Any]:
+        """Put the weights into the file; what they say about the probe."""
+        tensor_files.write(file, self.policy.weights())
+        return probe(self.policy, self.longest)
+
+    def _store(self, version: int, file: Path, probed: dict[str, Any]) -> None:
+        """Put what was written into the store, and record it."""
+        digest = self.ledger.call(versions.digest, self.run, version).hex()
         stored = self.waits.outlast(
-            lambda: upload(
+            lambda: put(
                 self.store,
-                self.scratch,
                 self.policy,
+                file,
+                digest,
                 f"weights/{self.run}/{version}",
                 model=self.model,
                 probe=probed,
-                sha256=known,
                 base=self.base,
             )
         )

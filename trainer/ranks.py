@@ -5,7 +5,8 @@ together. `Ranks` holds every collective there is, and at size 1 each is the ide
 process and many run the same code. Two kinds of traffic:
 
     control    JSON and plain bytes over gloo: votes, causes, masses, digests, figures
-    gradients  summed in place, over NCCL where there are GPUs and gloo elsewhere
+    gradients  summed in place, over NCCL where there are GPUs and gloo elsewhere; those of sharded
+               weights are divided and summed by FSDP itself (`trainer.sharding`)
 
 A failure raises on every rank, with one type and one text, by one of two ways:
 
@@ -174,18 +175,11 @@ class Ranks:
         raw = mine.detach().cpu().double().view(torch.uint8)
         return torch.cat([part.view(torch.float64) for part in self._gather(raw)]).to(mine)
 
-    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Add up every parameter's gradient over the ranks, in place.
-
-        A rank that has no gradient takes part with zeros: the collectives never depend on the data.
-        """
+    def add_up(self, gradients: Iterable[Tensor]) -> None:
+        """Add up tensors over the ranks, in place. All ranks pass as many, of the same shapes."""
         if self.size == 1:
             return
-        works = []
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            works.append(dist.all_reduce(parameter.grad, async_op=True))
+        works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
         for work in works:
             work.wait()
 

@@ -1,8 +1,9 @@
 """A restored run at work: replay, then publish, plan, compute, apply and checkpoint, step by step.
 
-Every rank holds the same weights and goes through the same steps; what is written once (the booked
-step, the checkpoint, the published version) is written by rank 0 while the others wait.
-Publishing is a poll of all ranks, since it may wait for engines as long as it takes.
+Every rank holds the same weights, or its slices of the same, and goes through the same steps; what
+is written once (the booked step, the checkpoint's manifest, the published version) is written by rank
+0 while the others wait. Publishing is a poll of all ranks, since it may wait for engines as long as it
+takes.
 """
 
 import logging
@@ -21,6 +22,7 @@ from storage.steps import Planned
 from trainer import batch, booking, checkpoint, determinism
 from trainer.batch import Batch
 from trainer.booking import Booked
+from trainer.checkpoint import Part
 from trainer.consumer import Consumer, End
 from trainer.creation import Workshop
 from trainer.drift import DriftGuard
@@ -136,22 +138,37 @@ class Session:
         """Make the present step durable."""
         if self.saved >= self.step:
             return
-        self.ranks.first("checkpoint", self._save)
+        w, policy = self.workshop, self.learner.policy
+        prefix = self.ranks.decide(
+            "prefix", partial(checkpoint.fresh_prefix, w.run, self.step, w.epoch)
+        )
+        # Equal weights are stored once, by rank 0, divided ones by all.
+        holds = policy.sharded or self.ranks.rank == 0
+        with self.ranks.sums():
+            digest = weights_digest(policy.weights()) if holds else b""
+        put = partial(
+            checkpoint.put_part,
+            *(w.store, w.scratch, policy, self.learner.optimizer),
+            prefix=prefix,
+        )
+        parts = self.ranks.gather("part", lambda: w.waits.outlast(put) if holds else {})
+        self.ranks.first("checkpoint", partial(self._save, prefix, digest, parts))
         self.saved = self.step
 
-    def _save(self) -> None:
+    def _save(self, prefix: str, digest: bytes, parts: Sequence[Part]) -> None:
+        """Complete the checkpoint whose parts are stored, and record it."""
         w = self.workshop
         position = self.consumer.position()
         saved = w.waits.outlast(
-            lambda: checkpoint.save(
+            lambda: checkpoint.seal(
                 w.store,
-                w.scratch,
                 self.learner.policy,
-                self.learner.optimizer,
+                [part for part in parts if part],
+                prefix=prefix,
+                weights_sha256=digest,
                 run=w.run,
                 step=self.step,
                 version=self.version,
-                epoch=w.epoch,
                 position=position,
                 born=self.found.created_at,
             )

@@ -7,7 +7,8 @@ same plan are bit-equal.
 
 Of several ranks each computes its own rows. What decides about the step (is there a gradient, how
 much mass does the loss have) is decided over all of them, and the gradients are added up before
-they are clipped, so that the step is that of one process with everybody's rows.
+they are clipped, so that the step is that of one process with everybody's rows. Where the weights
+are sharded too, each rank makes as many passes through the network as the one with the most rows.
 """
 
 import math
@@ -28,7 +29,7 @@ from trainer.mismatch import log_ratio, of_tokens
 from trainer.model import Policy
 from trainer.objective import KL, Entropy, loss_mass, policy_loss, pool_metrics, usable_gradient
 from trainer.optimizer import Optimizer, learning_rate
-from trainer.packing import Packed
+from trainer.packing import Packed, blank
 from trainer.ranks import Ranks
 
 Cause = Literal["empty", "no_usable_gradient", "nothing_left", "zero_gradient", "not_finite"]
@@ -125,10 +126,10 @@ class Learner:
         t = self.config.trainer
         used = int((packed["segment_ids"] > 0).any(axis=1).sum())  # full rows come first
         # Every rank makes as many updates as the one with the most rows.
-        count = min(t.minibatches, max(self.ranks.exchange("rows", used)))
+        most = max(self.ranks.exchange("rows", used))
         parts = [
-            [self._micro(packed, rows[i : i + t.rows]) for i in range(0, len(rows), t.rows)]
-            for rows in (list(range(k, used, t.minibatches)) for k in range(count))
+            self._micros(packed, range(k, used, t.minibatches), range(k, most, t.minibatches))
+            for k in range(min(t.minibatches, most))
         ]
         proximal = [[self._score_frozen(self.policy, m, entropy=True) for m in p] for p in parts]
         frozen = [
@@ -237,7 +238,9 @@ class Learner:
             told.append(
                 parts_told | {"loss": loss.detach() * mass / parts_told["mass"].clamp(1e-9)}
             )
-        self.ranks.sum_gradients(self.policy.parameters().values())
+        if not self.policy.sharded and self.ranks.size > 1:
+            # Also a rank without a gradient takes part: the collectives never depend on the data.
+            self.ranks.add_up(self.optimizer.gradients(every=True))
         return None
 
     def _mismatch(
@@ -287,9 +290,20 @@ class Learner:
             **m.support(),
         )
 
+    def _micros(self, packed: Packed, rows: range, most: range) -> list[_Micro]:
+        """The micro-batches of some rows; of sharded weights as many as the rank with most rows has."""
+        size = self.config.trainer.rows
+        micros = [self._micro(packed, rows[i : i + size]) for i in range(0, len(rows), size)]
+        if self.policy.sharded:
+            missing = math.ceil(len(most) / size) - len(micros)
+            supports = packed.get("support_ids")
+            nothing = blank(1, 1, None if supports is None else supports.shape[1])
+            micros += [self._micro(nothing, range(1)) for _ in range(missing)]
+        return micros
+
     def _micro(self, packed: Packed, rows: Sequence[int]) -> _Micro:
         """Those rows on the device, without the columns that none of them uses."""
-        columns = int((packed["segment_ids"][rows] > 0).any(axis=0).sum())
+        columns = max(1, int((packed["segment_ids"][rows] > 0).any(axis=0).sum()))
         cut = {
             name: array[rows] if name.startswith("support_") else array[rows][:, :columns]
             for name, array in packed.items()

@@ -19,12 +19,16 @@ from domain.config import RunConfig
 from domain.errors import ConfigError
 from domain.services import Services
 from rollbook.launch import torchrun
-from storage import runs, steps
+from storage import checkpoints, manifests, runs, steps
 from storage.database import Ledger
 from storage.objects import ObjectStore
 from tests.playing import Fleet, configuration
 from trainer import loop
+from trainer.creation import Workshop
+from trainer.model import weights_digest
+from trainer.waiting import Unfenced, Waits
 
+KINDS = ("weights", "optimizer")
 History = list[tuple[Any, ...]]
 TRAIN_ONCE = Path(__file__).parents[1] / "train_once.py"
 BROKEN_RANK = TRAIN_ONCE.with_name("broken_rank.py")
@@ -71,6 +75,11 @@ def train(name: str, services: Services) -> None:
         assert process.returncode == 0, output[-4000:]
 
 
+def reader() -> Waits:
+    """The waits of a process that trains nothing."""
+    return Waits(lambda: False, Unfenced(), patience_s=20)
+
+
 def history(ledger: Ledger, name: str) -> History:
     """What must be equal in every execution of one run on two ranks."""
     with ledger.transaction() as tx:
@@ -85,21 +94,31 @@ def history(ledger: Ledger, name: str) -> History:
 
 
 @pytest.fixture(scope="module")
-def remembered() -> list[History]:
-    return []
+def remembered() -> dict[str, History]:
+    return {}
+
+
+@pytest.fixture(params=["ddp", "fsdp"])
+def parallel(request: pytest.FixtureRequest) -> str:
+    """How the ranks share the work of a step."""
+    return str(request.param)
 
 
 @pytest.fixture
 def straight(
-    around: Services, ledger: Ledger, tmp_path: Path, remembered: list[History]
+    around: Services,
+    ledger: Ledger,
+    tmp_path: Path,
+    remembered: dict[str, History],
+    parallel: str,
 ) -> History:
     """The history of an undisturbed run."""
-    if not remembered:
-        name = create(ledger, tmp_path / "straight")
+    if parallel not in remembered:
+        name = create(ledger, tmp_path / "straight", trainer={"parallel": parallel})
         with Fleet(around, tmp_path / "straight-engine"):
             train(name, around)
-        remembered.append(history(ledger, name))
-    return remembered[0]
+        remembered[parallel] = history(ledger, name)
+    return remembered[parallel]
 
 
 def test_two_ranks_train_a_run_to_its_end(around: Services, ledger: Ledger, tmp_path: Path) -> None:
@@ -129,6 +148,37 @@ def test_two_ranks_train_a_run_to_its_end(around: Services, ledger: Ledger, tmp_
     assert metrics["metrics"]["status/completed"] == 1.0
     alone = loop.run(name, around, holder="elsewhere:1", patience_s=20)
     assert alone == "finished"  # nothing is left to train, so nobody else is needed
+
+
+def test_two_ranks_with_divided_weights_store_each_slice_once(
+    around: Services, ledger: Ledger, tmp_path: Path
+) -> None:
+    name = create(ledger, tmp_path / "a", steps=2, trainer={"parallel": "fsdp"})
+    with Fleet(around, tmp_path / "engine"):
+        train(name, around)
+    found = ledger.call(runs.read, name)
+    assert (found.state, found.version, found.durable_step) == ("finished", 2, 2)
+    row = ledger.call(checkpoints.at, name, 2)
+    assert row is not None
+    store = ObjectStore(around)
+    files = manifests.read(store, f"{row.prefix}/manifest.json").files
+    slices = [f"{kind}-{part}-of-2.safetensors" for kind in KINDS for part in range(2)]
+    assert sorted(files) == sorted([*slices, "state.json"])
+    for kind in KINDS:  # neither rank stored more than its half
+        sizes = [files[f"{kind}-{part}-of-2.safetensors"].bytes for part in range(2)]
+        assert max(sizes) < 1.1 * min(sizes)
+    # One process reads what two have stored, and finds the weights that were booked and published.
+    workshop = Workshop(ledger, store, tmp_path, reader(), name, found.epoch)
+    learner, state = workshop.restore(found)
+    digest = weights_digest(learner.policy.weights())
+    with ledger.transaction() as tx:
+        booked = tx.execute(
+            "SELECT s.weights_sha256 = %(d)s AND v.weights_sha256 = %(d)s AS same FROM steps s "
+            "JOIN policy_versions v USING (run_id) "
+            "WHERE s.run_id = %(r)s AND s.step = 1 AND v.version = 2",
+            {"d": digest, "r": name},
+        ).fetchone()
+    assert (state.weights_sha256, booked) == (digest, {"same": True})
 
 
 def test_a_run_of_two_shares_refuses_a_single_trainer(
@@ -180,10 +230,15 @@ def test_one_failure_raises_the_same_error_on_every_rank_and_none_is_left_waitin
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["apply_done:2", "mid_step:2", "plan_mid:2", "ck_done"])
 def test_a_killed_rank_changes_no_weight(
-    around: Services, ledger: Ledger, tmp_path: Path, straight: History, point: str
+    around: Services,
+    ledger: Ledger,
+    tmp_path: Path,
+    straight: History,
+    parallel: str,
+    point: str,
 ) -> None:
     """Every rank has the failpoint; the first to reach it dies, and torchrun ends the others."""
-    broken = create(ledger, tmp_path / "b")
+    broken = create(ledger, tmp_path / "b", trainer={"parallel": parallel})
     with Fleet(around, tmp_path / "engine"):
         with started(broken, around, FAILPOINT=point) as process:
             output, _ = process.communicate(timeout=120)
@@ -194,10 +249,33 @@ def test_a_killed_rank_changes_no_weight(
 
 
 @pytest.mark.slow
-def test_a_rank_killed_at_any_moment_ends_its_world_in_time(
-    around: Services, ledger: Ledger, tmp_path: Path, straight: History
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_rank_killed_while_it_stores_its_slices_leaves_nothing_that_can_be_loaded(
+    around: Services, ledger: Ledger, tmp_path: Path, victim: str
 ) -> None:
-    broken = create(ledger, tmp_path / "b")
+    name = create(
+        ledger, tmp_path / "b", steps=3, trainer={"parallel": "fsdp"}, checkpoint={"every": 1}
+    )
+    point = {"0": "ck_part:4", "1": "ck_part:1"}[victim]  # rank 0 has stored three at creation
+    with Fleet(around, tmp_path / "engine"):
+        with started(name, around, FAILPOINT=point, FAILPOINT_RANK=victim) as process:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode != 0, output[-4000:]
+        broken = ledger.call(runs.read, name)
+        assert (broken.durable_step, broken.next_step) == (0, 1)
+        left = [entry.key for entry in ObjectStore(around).list(f"checkpoints/{name}/00000001/")]
+        assert any(key.endswith(f"-{victim}-of-2.safetensors") for key in left)
+        assert not any(key.endswith(manifests.NAME) for key in left)
+        train(name, around)
+    found = ledger.call(runs.read, name)
+    assert (found.state, found.version, found.durable_step) == ("finished", 3, 3)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_at_any_moment_ends_its_world_in_time(
+    around: Services, ledger: Ledger, tmp_path: Path, straight: History, parallel: str
+) -> None:
+    broken = create(ledger, tmp_path / "b", trainer={"parallel": parallel})
     with Fleet(around, tmp_path / "engine"):
         with started(broken, around) as process:
             while ledger.call(runs.read, broken).next_step < 2:

@@ -89,6 +89,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"schedule": {"filter_zero_variance": True}, "trainer": {"estimator": "batch"}},
         "still teach",
     ),
+    "divided alone": ({"trainer": {"parallel": "fsdp"}}, "raise trainer.ranks"),
     "standardize": ({"trainer": {"standardize": True}}, 'applies to estimator "batch" only'),
     "band": ({"trainer": {"importance": [2.0, 3.0]}}, "no band around 1"),
     "reserve": (

@@ -61,6 +61,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
     for seed in range(3):
         gradient(straight, seed)
         one.step(0.1)
+        one.clear()
     resumed = {n: torch.nn.Parameter(p.detach().clone()) for n, p in straight.items()}
     other = Optimizer(resumed, config)
     other.restore({n: t.clone() for n, t in one.state().items()})
@@ -68,6 +69,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
         for params, optimizer in ((straight, one), (resumed, other)):
             gradient(params, seed)
             optimizer.step(0.1)
+            optimizer.clear()
     assert all(torch.equal(straight[n], resumed[n]) for n in straight)
     assert all(torch.equal(t, other.state()[n]) for n, t in one.state().items())
 
@@ -78,6 +80,7 @@ def test_updates_below_the_precision_of_bfloat16_add_up_in_the_masters() -> None
     for _ in range(100):
         weight["w"].grad = torch.ones(2, 2, dtype=torch.bfloat16)
         optimizer.step(1e-4)
+        optimizer.clear()
     assert float(weight["w"].detach()[0, 0]) == pytest.approx(0.99, abs=4e-3)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from domain.errors import ConfigError
 from rollbook.stack import ports
-from tests.two_ranks import SETTINGS, SHARES
+from tests.two_ranks import PARALLEL, SETTINGS, SHARES
 from trainer.ranks import Ranks
 
 PROGRAM = Path(__file__).parents[1] / "two_ranks.py"
@@ -59,8 +59,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return {case.pop("case"): case for case in found}
 
 
-def test_the_step_is_that_of_one_process_with_all_rows(told: dict[str, dict[str, Any]]) -> None:
-    names = [f"{name}; {kind}" for name in SETTINGS for kind in SHARES]
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_the_step_is_that_of_one_process_with_all_rows(
+    told: dict[str, dict[str, Any]], parallel: str
+) -> None:
+    names = [f"{parallel}; {name}; {kind}" for name in SETTINGS for kind in SHARES]
     compared = [name for name in names if name in told]
     assert len(compared) == len(SETTINGS) + 4 * (len(SHARES) - 1)
     for name in compared:
@@ -69,20 +72,44 @@ def test_the_step_is_that_of_one_process_with_all_rows(told: dict[str, dict[str,
             assert pooled == pytest.approx(alone, rel=1e-6, abs=1e-9), (name, figure)
 
 
+@pytest.mark.parametrize("parallel", PARALLEL)
 @pytest.mark.parametrize(("case", "cause"), [("flat", "no_usable_gradient"), ("empty", "empty")])
 def test_a_step_without_a_usable_gradient_anywhere_moves_nothing(
-    told: dict[str, dict[str, Any]], case: str, cause: str
+    told: dict[str, dict[str, Any]], parallel: str, case: str, cause: str
 ) -> None:
-    assert told[case] == {"updated": False, "cause": cause, "kept": True}
+    assert told[f"{parallel}; {case}"] == {"updated": False, "cause": cause, "kept": True}
 
 
+@pytest.mark.parametrize("parallel", PARALLEL)
 def test_every_rank_makes_as_many_updates_as_the_one_with_most_rows(
-    told: dict[str, dict[str, Any]],
+    told: dict[str, dict[str, Any]], parallel: str
 ) -> None:
-    assert told["minibatches"]["updates"] == 3
-    assert len(set(told["minibatches"]["digests"])) == 1
-    assert told["empty parts"]["masses"] == [pytest.approx(0.4)] * 2
-    assert told["empty parts"]["updates"] == [3, 3]
+    full, empty = told[f"{parallel}; minibatches"], told[f"{parallel}; empty parts"]
+    assert full["updates"] == 3
+    assert len(set(full["digests"])) == 1
+    assert empty["masses"] == [pytest.approx(0.4)] * 2
+    assert empty["updates"] == [3, 3]
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_clipped_updates_over_micro_batches_are_those_of_one_process(
+    told: dict[str, dict[str, Any]], parallel: str
+) -> None:
+    found = told[f"{parallel}; updates"]
+    assert found["worst"] < 1e-9
+    assert found["norms"] == pytest.approx(found["expected"], rel=1e-6)
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_narrow_weights_are_trained_in_the_precision_of_their_masters(
+    told: dict[str, dict[str, Any]], parallel: str
+) -> None:
+    found = told[f"{parallel}; bfloat16"]
+    assert found["norm"] == pytest.approx(found["expected"], rel=0.02)
+    for rank in found["each"]:
+        assert rank["masters"]
+        assert rank["kinds"] == ["torch.float32"]
+        assert rank["weights"] < 0.2  # most of them are too coarse to move
 
 
 @pytest.mark.parametrize("where", ["on rank 0", "on rank 1"])
