@@ -12,6 +12,7 @@ from typing import Any
 
 from domain.errors import ConfigError, DataChanged, LedgerError
 from domain.rollouts import Task
+from domain.shares import Division
 from domain.staleness import submit_gate
 from storage import runs, submission, versions
 from storage.database import Tx, canonical, jsonb
@@ -68,7 +69,8 @@ def register_batch(
             f"run {run} recorded that its data ends after {end} batches, now there is batch "
             f"{batch}; restore the data set, or start a new run"
         )
-    if batch != drawn:
+    # One before it may lack where other trainer processes took the run over: see `fork`.
+    if batch > drawn:
         raise LedgerError(f"batch {batch} of run {run} comes out of order; next is {drawn}")
     tx.execute(
         "INSERT INTO task_batches(run_id, batch, share, tasks, groups, data_position, "
@@ -77,7 +79,7 @@ def register_batch(
     )
     environment = owner.config.environment_of
     # Numbers follow from the place in the data alone: the same data makes the same groups.
-    first = (batch * owner.shares + share) * size
+    first = Division.of(owner.world, owner.shares).place(share, batch) * size
     with tx.cursor() as cursor:
         cursor.executemany(
             "INSERT INTO groups(run_id, group_id, batch, share, pos, environment, task_id, task) "
@@ -177,11 +179,12 @@ def registered(tx: Tx, run: str, share: int) -> int:
 
 
 def progress(tx: Tx, run: str, share: int) -> tuple[int, int | None]:
-    """Batches drawn so far, and how many there are in all once the end was seen."""
+    """The next batch to draw, and how many there are in all once the end was seen."""
     row = tx.execute(
-        "SELECT s.data_end, (SELECT coalesce(max(b.batch) + 1, 0) FROM task_batches b "
-        "WHERE (b.run_id, b.share) = (s.run_id, s.share)) AS drawn "
-        "FROM shares s WHERE s.run_id = %s AND s.share = %s",
+        "SELECT s.data_end, coalesce((SELECT max(b.batch) + 1 FROM task_batches b "
+        "WHERE (b.run_id, b.share) = (s.run_id, s.share)), "
+        "(r.config #>> '{world,division,batch}')::int, 0) AS drawn "
+        "FROM shares s JOIN runs r USING (run_id) WHERE s.run_id = %s AND s.share = %s",
         (run, share),
     ).fetchone()
     if row is None:

@@ -161,7 +161,7 @@ class Rehearsal:
             record={"updates": at},
         )
 
-    def checkpoint(self) -> bool:
+    def checkpoint(self, position: Mapping[str, Any] | None = None) -> bool:
         run = self.now()
         return self.ledger.call(
             checkpoints.record,
@@ -172,7 +172,7 @@ class Rehearsal:
             prefix=f"checkpoints/{self.run}/{run.next_step}/{self.epoch}",
             manifest_sha256=digest(("checkpoint", run.next_step)),
             bytes=1,
-            data_position={"batch": self.drawn()},
+            data_position={"batch": self.drawn()} if position is None else position,
             rng={"torch": 1},
             world={},
         )

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from domain import failpoints, tracing
 from domain.errors import Fenced, PlatformAway, RollbookError, RunStopped, SourceBroken
 from domain.rollouts import Rollout, Task
+from domain.shares import Share
 from storage import outages, outbox, segments, steps, tasks
 from storage.database import Ledger, Tx
 from storage.steps import Planned
@@ -74,12 +75,18 @@ class Consumer:
     def verify_data(self, position: Mapping[str, Any]) -> None:
         """Check that the data is what the run has drawn so far.
 
+        Where other ranks took the run over, some of which had drawn more than others, the batches
+        that none of them had drawn are drawn now.
+
         Raises:
             DataChanged: another data set, order or seed, or a batch with other content.
         """
         self.stream.verify(position)
         drawn, _ = self.ledger.call(tasks.progress, self.run, self.share)
-        for batch in range(int(position["batch"]) // self.ranks.size, drawn):
+        first = int(position["batch"])
+        if isinstance(self.stream, Share):
+            first = self.stream.division.first(self.share, first)
+        for batch in range(first, drawn):
             self._register(batch)
 
     def next_plan(self, step: int, *, idle: Callable[[], None] = lambda: None) -> Planned | End:

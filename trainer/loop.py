@@ -29,7 +29,7 @@ from domain.errors import ConfigError, Fenced, RollbookError, RunStopped
 from domain.mixing import MixedStream
 from domain.risks import acknowledged
 from domain.services import Services
-from domain.shares import Share
+from domain.shares import Division, Share, other_bits
 from storage import datasets, runs
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore
@@ -94,7 +94,9 @@ def run(
             raise ConfigError(
                 f"run {run} has {found.shares} shares of its data (trainer.ranks), and "
                 f"{ranks.size} trainer processes were started; start as many as it has shares, as "
-                f"`rollbook resume {run}` or torchrun --nproc-per-node {found.shares} does"
+                f"`rollbook resume {run}` or torchrun --nproc-per-node {found.shares} does, or go on "
+                f"with another number from a durable step: `rollbook resume {run} --ranks "
+                f"{ranks.size}`"
             )
         take = partial(acquire, ledger, run, holder, force=force, lease_s=lease_s, stop=stop)
         epoch = ranks.decide("lease", take)
@@ -124,6 +126,8 @@ def _train(
     ranks = workshop.ranks
     for risk in acknowledged(found.config):
         log.warning("run %s: %s", found.id, risk)
+    if (before := found.world.get("shares_before")) is not None:
+        log.warning("run %s: %s", found.id, other_bits(before, found.shares, found.first_step))
     opened = partial(_share, stream, found, ranks.rank)
     try:
         share = ranks.together("data", opened)
@@ -183,4 +187,5 @@ def _share(
 ) -> TaskStream | MixedStream | Share:
     """The rank's share of the run's data."""
     whole = stream or datasets.open_stream(run.config)
-    return whole if run.shares == 1 else Share(whole, rank, run.shares)
+    division = Division.of(run.world, run.shares)
+    return whole if division == Division(1) else Share(whole, rank, division)

@@ -11,6 +11,7 @@ from domain.config import RunConfig
 from domain.errors import RunExists, RunHeld
 from domain.risks import acknowledged
 from domain.services import VARIABLES
+from domain.shares import other_bits
 from rollbook import attend, preflight
 from rollbook.commands.stack import facts, show_stack
 from rollbook.connect import STATE, check_external_ledger, ledger_of, open_ledger
@@ -86,6 +87,14 @@ def resume(
         int | None,
         typer.Option(help="Close the run, and go on from this durable step as a new one."),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Close the run, and go on as a new one with so many trainer processes, from its "
+            "last step if that is durable, or from --from-step.",
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Take the run from a trainer that still holds it.")
     ] = False,
@@ -104,9 +113,12 @@ def resume(
         if not force:
             _refuse_held(ledger, found)
         what = f"goes on at step {found.next_step}"
-        if from_step is not None:
-            found = _fork(ledger, name, from_step, force=force)
-            what = f"goes on from step {from_step} of {name}, which is closed"
+        before = found.shares
+        if from_step is not None or ranks not in (None, before):
+            found = _fork(ledger, name, from_step, ranks, force=force)
+            what = f"goes on from step {found.first_step} of {name}, which is closed"
+            if found.shares != before:
+                what += f"; {other_bits(before, found.shares, found.first_step)}"
         elif found.state == "finished":
             if json:
                 print_event("end", run=name, state=found.state, step=found.next_step, failure=None)
@@ -212,14 +224,14 @@ def _refuse_held(ledger: Ledger, run: Run) -> None:
         )
 
 
-def _fork(ledger: Ledger, name: str, step: int, *, force: bool) -> Run:
+def _fork(ledger: Ledger, name: str, step: int | None, ranks: int | None, *, force: bool) -> Run:
     """Close the run and create its child at a durable step, all or nothing."""
 
     def rewind(tx: Tx) -> Run:
         present = ledger_runs.holder(tx, name)
         free = force or (present is not None and holders.is_gone(present))
         epoch = ledger_runs.take_over(tx, name, holders.here(), lease_s=_FORK_S, force=free)
-        return ledger_runs.read(tx, fork.fork(tx, name, epoch, step))
+        return ledger_runs.read(tx, fork.fork(tx, name, epoch, step, shares=ranks))
 
     return ledger.call(rewind)
 

@@ -39,7 +39,7 @@ def told_by(folder: Path, *how: str) -> list[list[dict[str, Any]]]:
     try:
         outputs = []
         for process in processes:
-            output, errors = process.communicate(timeout=200)
+            output, errors = process.communicate(timeout=290)
             assert process.returncode in (0, -signal.SIGKILL), errors[-4000:]
             outputs.append(output)
     finally:
