@@ -53,7 +53,8 @@ from activities.inference import EngineClient
 from activities.routing import Router
 from activities.sampler import Sampler
 from activities.sessions import LedgerBook, Sessions
-from rollbook.gateway import make_server, spare_the_collector
+from rollbook import collector
+from rollbook.gateway import make_server
 from storage import runs
 from storage.database import Ledger
 
@@ -68,7 +69,7 @@ class Format:
 
 async def main():
     sampler = Sampler(ledger, EngineClient(), Router(ledger))
-    spare_the_collector()
+    collector.spare()
     gateway = Gateway(Sessions(LedgerBook(sampler, Format())))
     await make_server(gateway, host="127.0.0.1", port=int(port)).serve()
 

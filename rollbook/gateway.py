@@ -1,7 +1,6 @@
 """The gateway process: one event loop, the ledger, and the engines; no torch, no Temporal."""
 
 import asyncio
-import gc
 import logging
 import signal
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from activities.sampler import Sampler
 from activities.sessions import LedgerBook, Sessions
 from activities.setups import Formats
 from domain.services import Services
+from rollbook import collector
 from storage.database import Ledger, check_schema
 from storage.objects import ObjectStore
 
@@ -59,18 +59,8 @@ async def serve(services: Services, *, host: str, port: int, cache: Path) -> Non
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         logger.info("gateway on http://%s:%d", host, port)
-        spare_the_collector()
+        collector.spare()
         await server.serve()
-
-
-def spare_the_collector() -> None:
-    """Let the collector look only at what comes from now on.
-
-    What is imported lives as long as the process. Going through it takes a tenth of a second, in which
-    nobody is answered; and calls that had to wait then go on together, and wait for each other.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 class Server(uvicorn.Server):

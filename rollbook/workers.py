@@ -9,7 +9,6 @@ error: its supervisor starts it again. A service that is away is waited for.
 """
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -31,7 +30,7 @@ from domain.config import RunConfig
 from domain.environments import Source
 from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, rollout_queue
 from domain.services import Services
-from rollbook import temporal
+from rollbook import collector, temporal
 from storage.database import Ledger, check_schema
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ async def run_worker(
         SchemaMismatch: the ledger's schema is not this code's.
         RuntimeError: a worker or the steward ended although nobody asked it to.
     """
-    _spare_the_collector()
+    collector.spare()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -87,17 +86,6 @@ async def run_worker(
             await _run(boot, stopping, kind)
     finally:
         await asyncio.sleep(EXIT_PAUSE_S)
-
-
-def _spare_the_collector() -> None:
-    """Keep what the imports made out of every collection, and collect less often.
-
-    A worker's own objects live as long as a message or a workflow; looking again and again through
-    those that never die costs a sixth of its CPU time (`bench/orchestration`).
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
 
 
 async def run_rollouts(

@@ -3,7 +3,7 @@
 import os
 import socket
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from domain.errors import ConfigError
@@ -15,6 +15,9 @@ GRPC_OFFSET = 10000
 
 SOCKETS = "/tmp/seaweedfs-{server}-grpc-{port}.sock"
 """Where `weed mini` listens for its own servers: whatever TMPDIR says, whoever runs it."""
+
+HTTP_SOCKETS = "/tmp/seaweedfs-{server}-{port}.sock"
+"""The same for the filer and the gateway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,17 @@ class Seaweed:
             # A graceful stop takes 2 s, or hangs on its own connections; SIGKILL loses nothing.
             stop_grace_s=4.0,
             ready=self.probe,
+            litter=self.sockets(),
         )
+
+    def sockets(self) -> tuple[Path, ...]:
+        """Where its servers listen besides their ports; it leaves them behind."""
+        listening = [
+            name.format(server=server, port=port + offset)
+            for server, port in asdict(self.ports).items()
+            for name, offset in ((SOCKETS, GRPC_OFFSET), (HTTP_SOCKETS, 0))
+        ]
+        return tuple(map(Path, listening))
 
     def probe(self) -> None:
         """Put a sentinel object and get it back: after a crash, listing works before reading."""

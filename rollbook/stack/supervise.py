@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -97,6 +98,8 @@ class Command:
     ready_s: float = 60.0
     """Longest start; a child that takes longer is killed, which counts as a death."""
     restart: Restart = Restart()
+    litter: tuple[Path, ...] = ()
+    """Files outside its folder that it never removes; they are, each time it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +336,9 @@ class Supervisor:
 
     def _ended(self, child: _Child, code: int, now: float) -> None:
         self._pidfile(child).unlink(missing_ok=True)
+        for left in child.command.litter:
+            with suppress(OSError):
+                left.unlink()
         rule = child.command.restart
         steady = child.ready_since is not None and now - child.ready_since >= rule.steady_s
         child.process, child.exit_code = None, code

@@ -1,6 +1,7 @@
 """The local stack on the real binaries: restarts, joins, refusals, and no orphans."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -50,6 +51,14 @@ def living_in(folder: Path) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
+
+
+def sockets_of(folder: Path) -> list[str]:
+    """What listens, or has listened, outside the folder."""
+    used = json.loads((folder / "stack.json").read_text())["ports"]
+    numbers = {f"-{port + offset}.sock" for port in used.values() for offset in (0, GRPC_OFFSET)}
+    found = (path.name for path in Path("/tmp").glob("seaweedfs-*.sock"))
+    return [name for name in found if any(name.endswith(number) for number in numbers)]
 
 
 @pytest.fixture
@@ -246,8 +255,10 @@ def test_a_stack_in_the_background_is_joined_and_stopped_by_others(folder: Path)
     second = background.start(folder, environ=dict(os.environ))
     assert first.services == second.services
     external.check(first.services)
+    assert sockets_of(folder) != []
     assert down(folder) is True
     assert living_in(folder) == []
+    assert sockets_of(folder) == []
     assert down(folder) is False
 
 
