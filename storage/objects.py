@@ -11,41 +11,28 @@ Everything here is synchronous and thread-safe.
 
 import base64
 import contextlib
-import hashlib
-import os
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-import boto3
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from domain.errors import ConfigError, DigestMismatch, ObjectError, ObjectMissing
 from domain.services import Services
+from storage import s3
+from storage.transfers import PART_BYTES, Transfers, digest, keep_promise, size_of
 
-if TYPE_CHECKING:
-    from types_boto3_s3.client import S3Client
-    from types_boto3_s3.type_defs import CompletedPartTypeDef
+__all__ = ["Entry", "ObjectStore", "Unfinished", "again", "digest"]
 
 R = TypeVar("R")
 
-PART_BYTES = 16 * 2**20
-_MOST_PARTS = 9000  # S3 allows 10,000
-_CHUNK = 2**20
 _TRIES = 5
 _DAMAGED_PAUSES_S = (0.1, 1.0)
-_MISSING = {"404", "NoSuchKey", "NotFound"}
-# Settled by doing it again: another conditional write was under way; the answer to the completion
-# of an upload was lost; the bytes were damaged on their way.
-_AGAIN = {"409", "ConditionalRequestConflict", "NoSuchUpload", "BadDigest"}
-_REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,30 +75,8 @@ class ObjectStore:
             )
         self.bucket = services.s3_bucket
         self.endpoint = services.s3_endpoint
-        self._threads = threads
-        self._s3: S3Client = boto3.session.Session().client(
-            "s3",
-            endpoint_url=services.s3_endpoint,
-            aws_access_key_id=services.s3_access_key,
-            aws_secret_access_key=services.s3_secret_key,
-            aws_session_token=services.s3_session_token,
-            region_name=services.s3_region,
-            config=Config(
-                signature_version="s3v4",
-                # Without TLS botocore would sign a SHA-256 of every body, beside the checksum that the
-                # store looks at. With TLS it does not either.
-                s3={"addressing_style": "path", "payload_signing_enabled": False}
-                if self.endpoint.startswith("http://")
-                else {"addressing_style": "path"},
-                retries={"mode": "standard", "total_max_attempts": attempts},
-                # The newer defaults send trailing checksums that several stores refuse.
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                max_pool_connections=4 * threads,
-                connect_timeout=5,
-                read_timeout=30,
-            ),
-        )
+        self._s3 = s3.connect(services, threads=threads, attempts=attempts)
+        self._transfers = Transfers(self._s3, self.bucket, threads)
 
     def prepare(self) -> None:
         """Make sure that the bucket exists, can be written, and honours create-only puts.
@@ -127,9 +92,9 @@ class ObjectStore:
             won = [self._create(key, b"probe", digest(b"probe")) for _ in range(2)]
             self._s3.delete_object(Bucket=self.bucket, Key=key)
         except ClientError as error:
-            if _code(error) in _REFUSED:
+            if s3.code(error) in s3.REFUSED:
                 raise ConfigError(
-                    f"{where} refuses the keys for bucket {self.bucket!r} ({_code(error)}); check "
+                    f"{where} refuses the keys for bucket {self.bucket!r} ({s3.code(error)}); check "
                     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (without them, what boto3's own chain "
                     "of credentials finds), and their rights on the bucket"
                 ) from error
@@ -163,12 +128,11 @@ class ObjectStore:
             ObjectError: the store refused or could not be reached.
         """
         with self._asking(key):
-            size = len(body) if isinstance(body, bytes) else body.stat().st_size
-            if size > PART_BYTES:
-                created = self._create_in_parts(key, body, size, sha256)
+            if size_of(body) > PART_BYTES:
+                created = self._create_in_parts(key, body, sha256)
             else:
                 content = body if isinstance(body, bytes) else body.read_bytes()
-                _keep_promise(key, digest(content), sha256)
+                keep_promise(key, digest(content), sha256)
                 created = self._create(key, content, sha256)
         if not created:
             self._require_same(key, sha256)
@@ -202,7 +166,7 @@ class ObjectStore:
 
         def fetch() -> None:
             with self._asking(key):
-                found = self._fetch_in_parts(key, draft)
+                found = self._transfers.download(key, draft)
             self._require(key, found, sha256)
 
         try:
@@ -276,7 +240,7 @@ class ObjectStore:
         try:
             self._s3.head_bucket(Bucket=self.bucket)
         except ClientError as error:
-            if _code(error) not in _MISSING | {"NoSuchBucket"}:
+            if s3.code(error) not in s3.MISSING | {"NoSuchBucket"}:
                 raise
             with contextlib.suppress(self._s3.exceptions.BucketAlreadyOwnedByYou):
                 self._s3.create_bucket(Bucket=self.bucket)
@@ -294,71 +258,14 @@ class ObjectStore:
             )
         )
 
-    def _create_in_parts(self, key: str, body: bytes | Path, size: int, sha256: str) -> bool:
-        part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
-
-        def whole() -> None:
-            upload = self._s3.create_multipart_upload(
-                Bucket=self.bucket, Key=key, Metadata={"sha256": sha256}
-            )["UploadId"]
-
-            def send(number: int, content: bytes) -> "CompletedPartTypeDef":
-                answer = self._s3.upload_part(
-                    Bucket=self.bucket,
-                    Key=key,
-                    UploadId=upload,
-                    PartNumber=number,
-                    Body=content,
-                    ContentMD5=base64.b64encode(
-                        hashlib.md5(content, usedforsecurity=False).digest()
-                    ).decode(),
-                )
-                return {"PartNumber": number, "ETag": answer["ETag"]}
-
-            done = False
-            try:
-                parts, found = self._send_parts(send, body, size, part_bytes)
-                _keep_promise(key, found, sha256)
-                self._s3.complete_multipart_upload(
-                    Bucket=self.bucket,
-                    Key=key,
-                    UploadId=upload,
-                    MultipartUpload={"Parts": parts},
-                    IfNoneMatch="*",
-                )
-                done = True
-            finally:
-                if not done:
-                    with contextlib.suppress(ClientError, BotoCoreError):
-                        self._s3.abort_multipart_upload(
-                            Bucket=self.bucket, Key=key, UploadId=upload
-                        )
-
+    def _create_in_parts(self, key: str, body: bytes | Path, sha256: str) -> bool:
         # Parts are work: look before. And look after: see the module on racing uploads.
-        if self.exists(key) or not self._conditionally(whole):
+        if self.exists(key) or not self._conditionally(
+            lambda: self._transfers.upload(key, body, sha256)
+        ):
             return False
         self._require_same(key, sha256)
         return True
-
-    def _send_parts(
-        self,
-        send: "Callable[[int, bytes], CompletedPartTypeDef]",
-        body: bytes | Path,
-        size: int,
-        part_bytes: int,
-    ) -> "tuple[Sequence[CompletedPartTypeDef], str]":
-        """Send all parts, and take the digest of the whole while they travel."""
-        whole, sent = hashlib.sha256(), deque[Future["CompletedPartTypeDef"]]()
-        parts = []
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="s3") as pool:
-            for number, start in enumerate(range(0, size, part_bytes), 1):
-                if len(sent) > self._threads:  # no more in memory than can be on their way
-                    parts.append(sent.popleft().result())
-                content = _slice(body, start, part_bytes)
-                sent.append(pool.submit(send, number, content))
-                whole.update(content)
-            parts += [part.result() for part in sent]
-        return parts, whole.hexdigest()
 
     def _conditionally(self, create: Callable[[], object]) -> bool:
         """Run a create-only request; False if the object was there first."""
@@ -366,38 +273,13 @@ class ObjectStore:
             try:
                 create()
             except ClientError as error:
-                if _code(error) in ("412", "PreconditionFailed"):
+                if s3.code(error) in s3.PRESENT:
                     return False
-                if _code(error) not in _AGAIN or attempt == _TRIES - 1:
+                if s3.code(error) not in s3.AGAIN or attempt == _TRIES - 1:
                     raise
             else:
                 return True
         raise AssertionError("unreachable")
-
-    def _fetch_in_parts(self, key: str, path: Path) -> str:
-        """Bring an object here; the digest of what was written, taken while the rest arrives."""
-        head = self._s3.head_object(Bucket=self.bucket, Key=key)
-        size, tag = head["ContentLength"], head["ETag"]
-        whole = hashlib.sha256()
-        with path.open("w+b") as file:
-            os.truncate(file.fileno(), size)
-
-            def receive(start: int) -> int:
-                end = min(start + PART_BYTES, size) - 1
-                # If-Match: all parts are of one object, even if somebody replaces it meanwhile.
-                answer = self._s3.get_object(
-                    Bucket=self.bucket, Key=key, Range=f"bytes={start}-{end}", IfMatch=tag
-                )
-                position = start
-                for chunk in answer["Body"].iter_chunks(_CHUNK):
-                    os.pwrite(file.fileno(), chunk, position)
-                    position += len(chunk)
-                return start
-
-            with ThreadPoolExecutor(self._threads, thread_name_prefix="s3") as pool:
-                for start in pool.map(receive, range(0, size, PART_BYTES)):
-                    whole.update(os.pread(file.fileno(), PART_BYTES, start))
-        return whole.hexdigest()
 
     def _require_same(self, key: str, sha256: str) -> None:
         """The object that was there first must hold the same bytes."""
@@ -418,25 +300,9 @@ class ObjectStore:
                 "go back to an earlier version or checkpoint"
             )
 
-    @contextlib.contextmanager
-    def _asking(self, key: str) -> Iterator[None]:
+    def _asking(self, key: str) -> AbstractContextManager[None]:
         """Turn the client's errors into ours; the object is named."""
-        try:
-            yield
-        except ClientError as error:
-            code = _code(error)
-            if code in _MISSING:
-                raise ObjectMissing(
-                    f"no object {key!r} in bucket {self.bucket!r} at {self.endpoint}; it was never "
-                    "completely uploaded, or deleted since"
-                ) from error
-            if code == "NoSuchBucket":
-                raise ObjectMissing(
-                    f"no bucket {self.bucket!r} at {self.endpoint}; check ROLLBOOK_S3_BUCKET"
-                ) from error
-            raise ObjectError(f"{self.endpoint} refused {key!r}: {error}") from error
-        except BotoCoreError as error:
-            raise ObjectError(f"{self.endpoint} failed for {key!r}: {error}") from error
+        return s3.asking(self.endpoint, self.bucket, key)
 
 
 def again(fetch: Callable[[], R]) -> R:
@@ -451,31 +317,3 @@ def again(fetch: Callable[[], R]) -> R:
         except DigestMismatch:
             time.sleep(pause)
     return fetch()
-
-
-def digest(body: bytes | Path) -> str:
-    """SHA-256 of bytes or of a file, in hex."""
-    if isinstance(body, bytes):
-        return hashlib.sha256(body).hexdigest()
-    with body.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _keep_promise(key: str, found: str, promised: str) -> None:
-    if found != promised:
-        raise DigestMismatch(
-            f"what was to be stored as {key!r} has sha256 {found}, not the promised {promised}; "
-            "it changed after its digest was taken"
-        )
-
-
-def _slice(body: bytes | Path, start: int, length: int) -> bytes:
-    if isinstance(body, bytes):
-        return body[start : start + length]
-    with body.open("rb") as file:
-        file.seek(start)
-        return file.read(length)
-
-
-def _code(error: ClientError) -> str:
-    return error.response.get("Error", {}).get("Code", "")

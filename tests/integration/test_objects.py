@@ -14,7 +14,7 @@ from botocore.config import Config
 
 from domain.errors import ConfigError, DigestMismatch, ObjectError, ObjectMissing
 from domain.services import Services
-from storage import manifests, objects
+from storage import manifests, transfers
 from storage.objects import ObjectStore, digest
 
 
@@ -83,7 +83,7 @@ def test_of_racing_writers_exactly_one_wins(store: ObjectStore, prefix: str) -> 
 
 
 def test_racing_uploads_in_parts_leave_one_writer_s_bytes(store: ObjectStore, prefix: str) -> None:
-    key, bodies = f"{prefix}/a", [bytes([i]) * (objects.PART_BYTES + 1) for i in range(4)]
+    key, bodies = f"{prefix}/a", [bytes([i]) * (transfers.PART_BYTES + 1) for i in range(4)]
     won = race(store, key, bodies)
     held = bodies.index(store.get(key))
     assert won[held]  # the store may let two through; whose bytes are gone is told by their digest
@@ -94,7 +94,7 @@ def test_racing_uploads_in_parts_leave_one_writer_s_bytes(store: ObjectStore, pr
 
 def test_a_large_object_travels_in_parts(store: ObjectStore, prefix: str, tmp_path: Path) -> None:
     source, copy = tmp_path / "source", tmp_path / "copy"
-    source.write_bytes(os.urandom(2 * objects.PART_BYTES + 12345))
+    source.write_bytes(os.urandom(2 * transfers.PART_BYTES + 12345))
     own = digest(source)
     assert store.put_new(f"{prefix}/big", source, sha256=own) is True
     assert store.put_new(f"{prefix}/big", source, sha256=own) is False
@@ -207,7 +207,7 @@ def proxied(
 
 
 @pytest.mark.parametrize("proxied", [{"sent": 60_000}], indirect=True)
-@pytest.mark.parametrize("size", [200_000, objects.PART_BYTES + 200_000])
+@pytest.mark.parametrize("size", [200_000, transfers.PART_BYTES + 200_000])
 def test_what_is_damaged_on_its_way_in_is_sent_again(
     store: ObjectStore,
     proxied: tuple[Callable[[], ObjectStore], FlippingProxy],
