@@ -31,18 +31,11 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities import time_limits
+from activities.access import Access, key_sha256, session_path
 from activities.harness import LOOK_EVERY_S
 from activities.play import play
 from activities.sampler import Sampler
-from activities.session import (
-    Access,
-    GatewayFailed,
-    SessionRecorder,
-    ShuttingDown,
-    Stopped,
-    key_sha256,
-    session_path,
-)
+from activities.session import GatewayFailed, SessionRecorder, ShuttingDown, Stopped
 from activities.setups import Setup, Setups
 from activities.whole import whole
 from domain import failpoints

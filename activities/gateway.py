@@ -30,9 +30,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from activities import openai_api
+from activities.access import key_sha256
 from activities.gateway_session import LiveSession, Unusable
 from activities.openai_api import Answered, ApiError, Ask, Json
-from activities.session import Stopped, key_sha256
+from activities.session import Stopped
 from activities.sessions import Entry, Sessions, closed
 from domain import tracing
 from domain.errors import BudgetExhausted, EngineError, Fenced, LedgerError, ObjectError

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from activities.access import key_sha256, session_path
 from activities.album import Album
 from activities.chat import Chat
 from activities.gateway_session import Record
 from activities.inference import EngineClient, SamplingParams
-from activities.session import Beside, key_sha256, session_path
+from activities.session import Beside
 from activities.turns import Failed
 from domain.config import RunConfig
 from domain.errors import BudgetExhausted, EngineError

@@ -18,7 +18,9 @@ from activities.routing import Router
 from domain.config import RunConfig
 from domain.errors import EngineUnavailable, WrongVersion
 from domain.ids import policy_name, sampling_seed
+from domain.images import placed
 from domain.messages import AttemptIn
+from domain.rollouts import Segment
 from storage import pins
 from storage.attempts import Started
 from storage.database import Ledger
@@ -162,3 +164,26 @@ class Sampler:
             refill=cache.on_limit == "refill",
             resident=await self._router.resident(request.attempt.run),
         )
+
+
+def segment_of(request: Request, answer: Answer, generated: Generated) -> Segment:
+    """What is recorded of a request.
+
+    Args:
+        request: what was asked.
+        answer: by whom it was answered, under which version.
+        generated: its answer, or as much of it as is kept.
+    """
+    version = min((v for v, _ in generated.spans), default=answer.version)
+    return Segment(
+        prompt_ids=generated.prompt_ids or request.prompt_ids,
+        sampled_ids=generated.sampled_ids,
+        logprobs=generated.logprobs,
+        finish_reason=generated.finish_reason,
+        version=version,
+        version_spans=generated.spans if len(generated.spans) > 1 else None,
+        kv_version=version if generated.kv_version is None else generated.kv_version,
+        cached_prompt_tokens=generated.cached_prompt_tokens,
+        support=generated.support,
+        images=placed(request.images, generated.places),
+    )

@@ -10,16 +10,16 @@ without it, and says why in `halted`.
 import asyncio
 import logging
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any, NoReturn
 
 import psycopg
 
+from activities.access import Access
+from activities.chain import Chain
 from activities.inference import Generated
-from activities.sampler import Answer, Request, Sampler
+from activities.sampler import Answer, Request, Sampler, segment_of
 from activities.whole import whole
 from domain import failpoints
 from domain.config import RunConfig
@@ -30,7 +30,7 @@ from domain.errors import (
     Fenced,
     LedgerError,
 )
-from domain.images import Image, PlacedImage, placed
+from domain.images import Image
 from domain.messages import AttemptIn
 from domain.rollouts import Segment
 from storage import segments, sessions, snapshots
@@ -59,14 +59,6 @@ class GatewayFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """Where a program samples for the attempt, and as whom."""
-
-    base_url: str
-    api_key: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """What a request's caller has to do with its segment."""
 
@@ -74,16 +66,6 @@ class Beside:
     """Cuts what was sampled before it is recorded, as an engine would have that stopped there."""
     recorded: Callable[[int], Recorded]
     """Which call the segment belongs to, given its number; kept in the segment's own transaction."""
-
-
-def session_path(i: AttemptIn) -> str:
-    """The path of an attempt's own base URL."""
-    return f"/attempts/{i.run}/{i.group}/{i.sample}/{i.attempt}/v1"
-
-
-def key_sha256(key: str) -> bytes:
-    """What the ledger keeps of a key."""
-    return sha256(key.encode()).digest()
 
 
 class SessionRecorder:
@@ -128,13 +110,7 @@ class SessionRecorder:
         self._access = access
         self._commits = asyncio.Lock()
         self._requests = len(recorded)
-        self._last = places[-1] if places else None
-        self._chain = array("i")
-        if recorded:
-            self._chain.extend(recorded[-1].prompt_ids)
-            self._chain.extend(recorded[-1].sampled_ids)
-        self._images = recorded[-1].images if recorded else ()
-        self._ended_turn = bool(recorded) and recorded[-1].finish_reason == "stop"
+        self._chain = Chain(recorded, places)
         self._version = started.version
         self._engine: str | None = None
         self._work: asyncio.Task[Any] | None = None
@@ -194,13 +170,12 @@ class SessionRecorder:
 
     async def save(self, state: Any) -> None:
         """Keep a JSON value that describes the attempt at this turn boundary."""
-        segments_so_far = 0 if self._last is None else self._last.seq + 1
         try:
             await self._sampler.ledger.run(
                 snapshots.save,
                 self._attempt,
                 self._started.fence,
-                segments=segments_so_far,
+                segments=self._chain.segments,
                 state=state,
             )
         except (Fenced, psycopg.OperationalError) as error:
@@ -304,8 +279,8 @@ class SessionRecorder:
         """What the Temporal UI shows of this attempt."""
         trouble = {"engine_error": self._failures[-1]} if self._failures else {}
         return {
-            "turn": 0 if self._last is None else self._last.turn + 1,
-            "seg": 0 if self._last is None else self._last.seq + 1,
+            "turn": self._chain.turns,
+            "seg": self._chain.segments,
             "tok": self._tokens,
             "v": self._version,
             "engine": self._engine,
@@ -323,25 +298,10 @@ class SessionRecorder:
         self, request: Request, answer: Answer, beside: Beside | None
     ) -> tuple[Segment, Progress]:
         generated = answer.generated if beside is None else beside.trim(answer.generated)
-        prompt_ids = generated.prompt_ids or request.prompt_ids
-        images = placed(request.images, generated.places)
-        version = min((v for v, _ in generated.spans), default=answer.version)
-        segment = Segment(
-            prompt_ids=prompt_ids,
-            sampled_ids=generated.sampled_ids,
-            logprobs=generated.logprobs,
-            finish_reason=generated.finish_reason,
-            version=version,
-            version_spans=generated.spans if len(generated.spans) > 1 else None,
-            kv_version=version if generated.kv_version is None else generated.kv_version,
-            cached_prompt_tokens=generated.cached_prompt_tokens,
-            support=generated.support,
-            images=images,
-        )
+        segment = segment_of(request, answer, generated)
         i = self._attempt
         async with self._commits:
-            prompt = array("i", prompt_ids)
-            place = self._place(prompt, images)
+            place = self._chain.place(segment)
             failpoints.reach("segment_sampled")
 
             def append(tx: Tx) -> Progress:
@@ -363,11 +323,8 @@ class SessionRecorder:
             progress = await self._sampler.ledger.run(append)
             failpoints.reach("segment_done")
             self._version, self._engine = answer.version, answer.engine
-            self._chain = prompt
-            self._chain.extend(generated.sampled_ids)
-            self._images = images
-            self._last, self._ended_turn = place, generated.finish_reason == "stop"
-            self._tokens += len(generated.sampled_ids)
+            self._chain.append(segment, place)
+            self._tokens += len(segment.sampled_ids)
         return segment, progress
 
     def _at_gateway(self) -> Access:
@@ -377,21 +334,6 @@ class SessionRecorder:
                 "gateway = True, or sample through recorder.chat or .sample"
             )
         return self._access
-
-    def _place(self, prompt: "array[int]", images: tuple[PlacedImage, ...]) -> Place:
-        """Where the next segment stands: it extends the last chain, or starts another."""
-        last = self._last
-        if last is None:
-            return Place(seq=0, turn=0, chain=0, context_start=0)
-        same = images[: len(self._images)] == self._images
-        extends = same and prompt[: len(self._chain)] == self._chain
-        continues = extends and len(prompt) == len(self._chain) and not self._ended_turn
-        return Place(
-            seq=last.seq + 1,
-            turn=last.turn + (not continues),
-            chain=last.chain + (not extends),
-            context_start=len(self._chain) if extends else 0,
-        )
 
     async def _keep(self, request: Request, beside: Beside | None) -> None:
         """Record what a cancelled request had sampled, if the ledger still takes it."""

@@ -29,9 +29,9 @@ import httpx
 import numpy as np
 import psutil
 
+from activities.access import key_sha256, session_path
 from activities.chat import Chat
 from activities.connections import Connections
-from activities.session import key_sha256, session_path
 from domain.config import RunConfig
 from domain.messages import AttemptIn
 from rollbook.stack import ports

@@ -10,13 +10,13 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from activities.access import key_sha256, session_path
 from activities.album import Album
 from activities.chat import Chat
 from activities.gateway import Gateway
 from activities.inference import EngineClient
 from activities.routing import Router
 from activities.sampler import Sampler
-from activities.session import key_sha256, session_path
 from activities.sessions import LedgerBook, Sessions
 from domain.config import RunConfig
 from domain.rollouts import Segment

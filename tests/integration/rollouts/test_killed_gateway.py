@@ -17,8 +17,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from activities.access import key_sha256, session_path
 from activities.chat import Chat
-from activities.session import key_sha256, session_path
 from domain.services import Services
 from rollbook.stack import ports
 from storage import manifests, segments, sessions
