@@ -24,7 +24,7 @@ from activities.sessions import Sessions
 from domain import sources
 from domain.config import Evaluation, RunConfig
 from domain.environments import Source, samples_at_gateway
-from domain.errors import ConfigError, EngineError, EngineUnavailable
+from domain.errors import ConfigError, EngineError, EngineUnavailable, ObjectError
 from domain.ids import policy_name
 from domain.messages import AttemptIn
 from domain.rollouts import Reward, Status, Task
@@ -45,6 +45,8 @@ _AT_ONCE = 64
 _PROGRAMS_AT_ONCE = 8
 """Each is a process, beside those that the rollouts of the run have."""
 _POLL_S = 0.5
+_RETRY_S = 5.0
+"""Seconds between two tries at an object store that is out."""
 _OVER = ("finished", "failed", "closed")
 """States in which nothing keeps versions on the engines of a run."""
 
@@ -130,13 +132,20 @@ async def follow(
                 with suppress(TimeoutError):
                     await asyncio.wait_for(stopping.wait(), _POLL_S)
                 continue
-            if exam is None:
-                exam = await asyncio.to_thread(_exam, ledger, services, found.config, cache)
             routes = [
                 r.engine for r in await ledger.run(versions.routable, run) if r.version == version
             ]
             try:
+                if exam is None:
+                    exam = await asyncio.to_thread(_exam, ledger, services, found.config, cache)
                 results = await exam.take(engines, routes, version)
+            except ObjectError as error:
+                if (
+                    type(error) is not ObjectError
+                ):  # missing or damaged: asked again, it is the same
+                    raise
+                logger.warning("evaluation of %s@%d: %s; trying again", run, version, error)
+                await asyncio.sleep(_RETRY_S)
             except EngineUnavailable as error:
                 logger.warning("evaluation of %s@%d: %s; trying again", run, version, error)
                 await asyncio.sleep(_POLL_S)

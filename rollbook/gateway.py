@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
-import psycopg
 import uvicorn
 
 from activities.album import Album
@@ -19,7 +18,7 @@ from activities.sessions import LedgerBook, Sessions
 from activities.setups import Formats
 from domain.services import Services
 from rollbook import collector
-from storage.database import Ledger, check_schema
+from rollbook.opening import open_ledger
 from storage.objects import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -30,8 +29,6 @@ GRACE_S = 15
 KEEP_ALIVE_S = 75
 PATIENCE_S = 30.0
 """Seconds for which a write is tried again while the ledger is away; then clients are told to."""
-
-RETRY_S = 0.5
 
 
 async def serve(services: Services, *, host: str, port: int, cache: Path) -> None:
@@ -47,7 +44,7 @@ async def serve(services: Services, *, host: str, port: int, cache: Path) -> Non
         SchemaMismatch: the ledger's schema is not this code's.
     """
     async with AsyncExitStack() as stack:
-        ledger = await _open_ledger(services)
+        ledger = await open_ledger(services, application="rollbook gateway", patience_s=PATIENCE_S)
         stack.callback(ledger.close)
         engines = EngineClient()
         stack.push_async_callback(engines.aclose)
@@ -89,18 +86,3 @@ def make_server(gateway: Gateway, *, host: str, port: int) -> Server:
         timeout_graceful_shutdown=GRACE_S,
     )
     return Server(config)
-
-
-async def _open_ledger(services: Services) -> Ledger:
-    while True:
-        try:
-            await asyncio.to_thread(check_schema, services.database_url)
-            return await asyncio.to_thread(
-                Ledger.open,
-                services.database_url,
-                application="rollbook gateway",
-                patience_s=PATIENCE_S,
-            )
-        except psycopg.OperationalError as error:
-            logger.warning("the ledger: %s", error)
-            await asyncio.sleep(RETRY_S)

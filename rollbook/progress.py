@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
+import psycopg
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -64,6 +65,7 @@ class Progress:
         self._json = json
         self._told = after
         self._links = links
+        self._away = False
         self._live: Live | None = None
         self._began: tuple[float, int] | None = None
 
@@ -85,7 +87,7 @@ class Progress:
             self._console.print(text, style="yellow", markup=False, highlight=False)
 
     def refresh(self, processes: Sequence[Report] = ()) -> None:
-        """Read what is new in the ledger and show it."""
+        """Read what is new in the ledger and show it; one that is away is told of, once."""
         last = self.steps[-1]["step"] if self.steps else -1
 
         def read(tx: Tx) -> tuple[list[Row], Row | None, Row | None]:
@@ -96,7 +98,15 @@ class Progress:
                 reports.balance(tx, name),
             )
 
-        fresh, waiting, balance = self._ledger.call(read)
+        try:
+            with self._ledger.transaction() as tx:  # no patience: it is read again in a moment
+                fresh, waiting, balance = read(tx)
+        except psycopg.OperationalError as error:
+            if not self._away:
+                self.note(f"the ledger does not answer, the run waits for it: {error}")
+            self._away = True
+            return
+        self._away = False
         self.steps += fresh
         if self._began is None and self.steps:
             self._began = time.monotonic(), self.steps[-1]["step"]

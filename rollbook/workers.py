@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import psycopg
 from temporalio.client import Client
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
@@ -31,7 +30,8 @@ from domain.environments import Source
 from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, rollout_queue
 from domain.services import Services
 from rollbook import collector, temporal
-from storage.database import Ledger, check_schema
+from rollbook.opening import RETRY_S, open_ledger
+from storage.database import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,6 @@ GRACE = timedelta(seconds=15)
 EXIT_PAUSE_S = 0.5
 """temporalio 1.35 can crash an interpreter that exits right after a worker has shut down."""
 
-RETRY_S = 1.0
 
 SWEEP_GRACE_S = 60.0
 """A start, a close or a heartbeat takes its time: nothing younger is swept."""
@@ -159,6 +158,13 @@ async def _boot(
             return _rollout_parts(stack, client, ledger, services, environments, concurrency, cache)
 
 
+async def _open_ledger(services: Services, kind: Kind) -> Ledger:
+    from activities.attempt import PATIENCE_S
+
+    patience_s = PATIENCE_S if kind == "rollouts" else 0.0  # Temporal repeats the others' steps
+    return await open_ledger(services, application=f"rollbook {kind}", patience_s=patience_s)
+
+
 async def connect(services: Services) -> Client:
     """A client whose namespace and search attributes exist; waits for Temporal to come up."""
     while True:
@@ -170,24 +176,6 @@ async def connect(services: Services) -> Client:
             await asyncio.sleep(RETRY_S)
         else:
             return client
-
-
-async def _open_ledger(services: Services, kind: Kind) -> Ledger:
-    from activities.attempt import PATIENCE_S
-
-    patience_s = PATIENCE_S if kind == "rollouts" else 0.0  # Temporal repeats the others' steps
-    while True:
-        try:
-            await asyncio.to_thread(check_schema, services.database_url)
-            return await asyncio.to_thread(
-                Ledger.open,
-                services.database_url,
-                application=f"rollbook {kind}",
-                patience_s=patience_s,
-            )
-        except psycopg.OperationalError as error:
-            logger.warning("the ledger: %s", error)
-            await asyncio.sleep(RETRY_S)
 
 
 def workflow_worker(client: Client, ledger: Ledger) -> Worker:

@@ -6,6 +6,7 @@ in the environment (`domain.services.VARIABLES`).
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import sys
@@ -123,7 +124,7 @@ def evaluator(
     Example: `rollbook evaluator reverse3`
     """
     from rollbook.evaluation import follow
-    from storage.database import Ledger
+    from rollbook.opening import open_ledger
 
     log_to_stderr(logging.INFO, json=json)
     services = services_for(state)
@@ -132,19 +133,21 @@ def evaluator(
         stopping, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)
-        ledger = Ledger.open(services.database_url, application="rollbook evaluator")
+        following = asyncio.create_task(work(stopping))
+        told = asyncio.create_task(stopping.wait())
+        await asyncio.wait([following, told], return_when=asyncio.FIRST_COMPLETED)
+        if told.done():
+            following.cancel()
+        told.cancel()
+        await asyncio.gather(following, told, return_exceptions=True)
+        if not following.cancelled():
+            following.result()
+
+    async def work(stopping: asyncio.Event) -> None:
+        # For ever: the trainer ends a run whose ledger is away for too long.
+        ledger = await open_ledger(services, application="rollbook evaluator", patience_s=math.inf)
         try:
-            following = asyncio.create_task(
-                follow(ledger, services, run, state / "cache", stopping)
-            )
-            told = asyncio.create_task(stopping.wait())
-            await asyncio.wait([following, told], return_when=asyncio.FIRST_COMPLETED)
-            if told.done():
-                following.cancel()
-            told.cancel()
-            await asyncio.gather(following, told, return_exceptions=True)
-            if not following.cancelled():
-                following.result()
+            await follow(ledger, services, run, state / "cache", stopping)
         finally:
             ledger.close()
 

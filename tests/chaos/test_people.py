@@ -46,6 +46,8 @@ def test_a_person_interferes_with_a_group(stage: Stage, deed: str) -> None:
 
 def test_an_attempt_that_a_person_pauses_rests_and_goes_on(stage: Stage) -> None:
     stage.until_full_work()
+    stage.pause(15.0)  # a tool that is slower than a pause takes to arrive
+    stage.rest(1.5)
     (row,) = stage.query(
         "SELECT g.workflow_id, a.group_id, a.sample, a.attempt FROM attempts a JOIN groups g "
         "USING (run_id, group_id) WHERE a.run_id = %s AND a.state = 'running' AND "

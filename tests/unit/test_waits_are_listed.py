@@ -5,7 +5,7 @@ import re
 from rollbook.root import ROOT
 
 PACKAGES = ("domain", "storage", "activities", "workflows", "trainer", "engine", "rollbook")
-LOOPS = re.compile(r"^\s*while True:|Retrying\(|RetryPolicy\(", re.MULTILINE)
+LOOPS = re.compile(r"^\s*while True:|while not stopping|Retrying\(|RetryPolicy\(", re.MULTILINE)
 
 
 def test_every_module_that_loops_is_in_the_table() -> None:
