@@ -17,11 +17,11 @@ from domain.errors import ConfigError, DataChanged, LedgerError, RunExists, RunN
 from domain.services import Services
 from rollbook import publishing
 from rollbook.publishers import Desk, EnginePublisher, Publisher
-from storage import cancelling, checkpoints, images, runs, steps
+from storage import cancelling, checkpoints, images, plans, runs, steps
 from storage.database import Ledger, Tx, canonical
 from storage.objects import ObjectStore, digest
+from storage.plans import Planned
 from storage.runs import Run
-from storage.steps import Planned
 from trainer import batch, booking
 from trainer.batch import Batch
 from trainer.booking import Booked, Done
@@ -182,7 +182,7 @@ class OwnRun:
         found = self.read()
         self._consumer.verify_data({"batch": step})
         if step < found.next_step:
-            plan = self.ledger.call(steps.read_plan, self.name, step, 0)
+            plan = self.ledger.call(plans.read, self.name, step, 0)
             assert plan is not None, f"applied step {step} has no plan"
             self._check_updates(step, updates, plan.version_before)
             return plan, True

@@ -14,7 +14,6 @@ checkpoint, gets the same rows for every step since, and goes on. docs/own-loop.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -30,31 +29,18 @@ from domain.services import Services
 from rollbook import objective, own_config, own_run, preflight, publishing
 from rollbook.companions import Companions
 from rollbook.connect import STATE
+from rollbook.handed import Handed
 from rollbook.objective import Objective, State
 from rollbook.own_run import OwnRun
 from rollbook.publishers import Publisher
 from rollbook.record import SchedulerRecord
-from storage.steps import Planned
 from trainer import folders
-from trainer.booking import Done
 from trainer.feed import Feed
 
 FORMAT = 1
 """Of `state_dict`."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Handed:
-    """The step that the loop is computing."""
-
-    plan: Planned
-    replayed: bool
-    cause: str | None
-    """Why it can make no update, if it cannot."""
-    metrics: Mapping[str, float]
-    state: State
 
 
 class RolloutScheduler:
@@ -181,7 +167,7 @@ class RolloutScheduler:
         self.name = run
         self._feed = Feed(tasks, ahead=ahead)
         self._step = self._version = 0
-        self._handed: _Handed | None = None
+        self._handed: Handed | None = None
         self._run: OwnRun | None = None
         self._begun = False
         self._companions: Companions | None = Companions(services, Path(state))
@@ -238,7 +224,7 @@ class RolloutScheduler:
         proximal, apart = objective.proximal(self._objective, state, rows, plan.version_before)
         figures = planned.figures(owner.config, rows, plan.version_before) | apart
         self._version = plan.version_before
-        self._handed = _Handed(plan, replayed, _no_update(plan, rows), figures, state)
+        self._handed = Handed.of(plan, rows, replayed=replayed, metrics=figures, state=state)
         return {**rows, "old_logprobs": proximal}
 
     def image(self, digest: Sequence[int]) -> bytes:
@@ -279,22 +265,8 @@ class RolloutScheduler:
         handed, owner = self._handed, self._run
         if handed is None or owner is None:
             raise LedgerError("no step was handed out; call scheduler(state, batch) first")
-        after = handed.state if state is None else state
-        version = handed.plan.version_before + updated
-        if after.updates != version:
-            raise LedgerError(
-                f"applied(updated={updated}) of step {handed.plan.step}, but state.updates is "
-                f"{after.updates}, not {version}; count the update in the state first, or pass the "
-                "new one: applied(state=…)"
-            )
-        done = Done(
-            updated=updated,
-            weights_sha256=publishing.digest_of(
-                self.name, self._publisher, after.weights, version, digest
-            ),
-            cause=None if updated else handed.cause or "left_out",
-            optimizer_updates=int(updated),
-            metrics=dict(handed.metrics) | dict(metrics or {}),
+        done = handed.done(
+            self.name, self._publisher, state, updated=updated, digest=digest, metrics=metrics or {}
         )
         if handed.replayed:
             owner.verify(handed.plan, done)
@@ -303,7 +275,11 @@ class RolloutScheduler:
             booked = owner.apply(handed.plan, done)
             if self._log is not None:
                 self._log(SchedulerRecord.of(booked))
-        self._handed, self._step, self._version = None, handed.plan.step + 1, version
+        self._handed, self._step, self._version = (
+            None,
+            handed.plan.step + 1,
+            handed.version(updated),
+        )
         self._feed.drop(self._step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -398,10 +374,3 @@ class RolloutScheduler:
             watch=self._companions.check,
             force=self._force,
         )
-
-
-def _no_update(plan: Planned, rows: Mapping[str, Any]) -> str | None:
-    if not plan.rows:
-        return "empty"
-    mask = rows["response_mask"]
-    return None if (rows["advantages"][mask] != 0).any() else "no_usable_gradient"

@@ -10,10 +10,10 @@ from typing import Any
 
 from domain.config import RunConfig
 from domain.rollouts import Task
-from storage import checkpoints, queue, runs, steps, tasks, versions
+from storage import checkpoints, plans, queue, runs, steps, tasks, versions
 from storage.database import Ledger, Tx
+from storage.plans import Planned, Waiting
 from storage.runs import Run
-from storage.steps import Planned, Waiting
 from storage.tasks import HandedOver
 
 ENGINE = "http://engine-0"
@@ -139,7 +139,7 @@ class Rehearsal:
 
     def plan(self, step: int | None = None) -> Planned | Waiting:
         at = self.now().next_step if step is None else step
-        return self.ledger.call(steps.plan, self.run, self.epoch, self.share, at)
+        return self.ledger.call(plans.plan, self.run, self.epoch, self.share, at)
 
     def planned(self) -> list[int]:
         """Plan the next step, which must be possible; its groups in training order."""

@@ -16,11 +16,11 @@ import torch
 
 from domain.errors import LedgerError
 from domain.services import Services
-from storage import checkpoints, inputs, runs, segments, steps
+from storage import checkpoints, inputs, plans, runs, segments
 from storage.database import Ledger, Tx, canonical
 from storage.objects import ObjectStore
+from storage.plans import Planned
 from storage.runs import Run
-from storage.steps import Planned
 from trainer import determinism
 from trainer.batch import Batch
 from trainer.creation import Workshop
@@ -124,7 +124,7 @@ def _replay(workshop: Workshop, found: Run, first: int | None, last: int) -> Ite
     version = state.version
     before = state.weights_sha256
     for number in range(state.step, last + 1):
-        plan = workshop.ledger.call(steps.read_plan, found.id, number)
+        plan = workshop.ledger.call(plans.read, found.id, number)
         assert plan is not None, f"applied step {number} has no plan"
         booked = workshop.ledger.call(_booked, found.id, number)
         outcome = _compute(workshop.ledger, found, learner, plan, version)
@@ -204,6 +204,6 @@ def _other_digests(tx: Tx, run: str, number: int) -> dict[str, Any]:
     ).fetchone()
     assert row is not None
     return row | {
-        "plan_now": steps.plan_digest(tx, run, number),
+        "plan_now": plans.digest(tx, run, number),
         "inputs_now": inputs.digests(tx, run, number),
     }

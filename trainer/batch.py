@@ -12,7 +12,7 @@ from domain.errors import LedgerError
 from domain.rollouts import Rollout
 from storage import records
 from storage.database import Ledger
-from storage.steps import Planned
+from storage.plans import Planned
 from trainer import metrics as figures
 from trainer.consumer import Consumer
 from trainer.packing import Packed, pack

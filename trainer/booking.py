@@ -7,7 +7,7 @@ from typing import Any
 from domain import failpoints
 from storage import holds, records, runs, steps, versions
 from storage.database import Ledger, Tx
-from storage.steps import Planned
+from storage.plans import Planned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from domain import failpoints, tracing
 from domain.errors import Fenced, PlatformAway, RollbookError, RunStopped, SourceBroken
 from domain.rollouts import Rollout, Task
 from domain.shares import Share
-from storage import outages, outbox, segments, steps, tasks
+from storage import outages, outbox, plans, segments, tasks
 from storage.database import Ledger, Tx
-from storage.steps import Planned
+from storage.plans import Planned, Waiting
 from storage.tasks import HandedOver
 from trainer.ranks import Ranks
 from trainer.waiting import Kind, Waits
@@ -145,7 +145,7 @@ class Consumer:
                 f"then `rollbook resume {self.run}`"
             )
 
-    def _poll(self, step: int) -> Planned | steps.Waiting:
+    def _poll(self, step: int) -> Planned | Waiting:
         """Hand over and ask for the plan, once; why that failed is kept where others see it."""
         self.waits.check()
         try:
@@ -157,7 +157,7 @@ class Consumer:
         except RollbookError as error:
             if self.ranks.size > 1:
                 text = f"{type(error).__name__}: {error}"
-                self.ledger.call(steps.fail_share, self.run, self.epoch, self.share, step, text)
+                self.ledger.call(plans.fail_share, self.run, self.epoch, self.share, step, text)
             raise
 
     def hand_over(self) -> None:
@@ -194,14 +194,14 @@ class Consumer:
             failpoints.reach("h_mid")
         return handed
 
-    def _plan(self, tx: Tx, step: int) -> Planned | steps.Waiting:
-        answer = steps.plan(tx, self.run, self.epoch, self.share, step)
+    def _plan(self, tx: Tx, step: int) -> Planned | Waiting:
+        answer = plans.plan(tx, self.run, self.epoch, self.share, step)
         if isinstance(answer, Planned) and not answer.replayed:
             failpoints.reach("plan_mid")
         return answer
 
 
-def _vote(answer: Planned | steps.Waiting) -> tuple[str, str]:
+def _vote(answer: Planned | Waiting) -> tuple[str, str]:
     """An answer of PLAN as the other ranks see it: its kind and its reason."""
     if isinstance(answer, Planned):
         return "planned", ""

@@ -15,10 +15,10 @@ from typing import Any
 from domain import failpoints, tracing
 from domain.errors import LedgerError
 from domain.rollouts import Rollout
-from storage import checkpoints, runs, steps
+from storage import checkpoints, plans, runs, steps
 from storage.database import Tx
+from storage.plans import Planned
 from storage.runs import Run
-from storage.steps import Planned
 from trainer import batch, booking, checkpoint, determinism
 from trainer.batch import Batch
 from trainer.booking import Booked
@@ -209,7 +209,7 @@ class Session:
         """This rank's part of a step that was applied."""
         w = self.workshop
         w.waits.check()
-        plan = w.ledger.call(steps.read_plan, w.run, step, self.consumer.share)
+        plan = w.ledger.call(plans.read, w.run, step, self.consumer.share)
         assert plan is not None, f"applied step {step} has no plan"
         return plan, batch.read(w.ledger, self.consumer, plan)
 

@@ -12,7 +12,7 @@ import pytest
 
 from domain.config import RunConfig
 from domain.errors import Fenced
-from storage import runs, segments, steps, tasks
+from storage import plans, runs, segments, tasks
 from storage.database import Ledger
 from tests.chaos.crash_world import Cluster
 from tests.chaos.toy_trainer import Crash, Crashes, Model, Trainer
@@ -116,7 +116,7 @@ class Schedule:
         if now.epoch == epoch:
             return
         for call in (
-            lambda tx: steps.plan(tx, run, epoch, 0, now.next_step),
+            lambda tx: plans.plan(tx, run, epoch, 0, now.next_step),
             lambda tx: tasks.hand_over(tx, run, epoch, 0),
             lambda tx: runs.close(tx, run, epoch, "closed"),
         ):
@@ -139,7 +139,7 @@ def check(ledger: Ledger, line: list[tuple[str, int]]) -> None:
     model = Model.new()
     trained: list[tuple[int, int]] = []
     for run, step in line:
-        plan = ledger.call(steps.read_plan, run, step)
+        plan = ledger.call(plans.read, run, step)
         assert plan is not None
         rows = [(row.group, row.part) for row in plan.rows]
         trained += rows

@@ -15,17 +15,9 @@ import numpy as np
 
 from domain.config import RunConfig
 from domain.rollouts import Rollout, Task
-from storage import (
-    checkpoints,
-    fork,
-    runs,
-    segments,
-    steps,
-    tasks,
-    versions,
-)
+from storage import checkpoints, fork, plans, runs, segments, steps, tasks, versions
 from storage.database import Ledger, Tx
-from storage.steps import Planned, Waiting
+from storage.plans import Planned, Waiting
 from tests.chaos.crash_world import Cluster
 
 P = ParamSpec("P")
@@ -135,7 +127,7 @@ class Trainer:
         self.model = deepcopy(self.store[found.prefix])
         self.position = found.data_position["batch"]
         for step in range(found.step, self.now().next_step):
-            plan = self.ledger.call(steps.read_plan, self.run, step)
+            plan = self.ledger.call(plans.read, self.run, step)
             assert plan is not None
             updated = self.compute(plan)
             self.tx(
@@ -174,7 +166,7 @@ class Trainer:
             self.hand_over()
             step = self.now().next_step
             self.crashes.visit("plan_start")
-            plan = self.tx("plan", steps.plan, self.run, self.epoch, 0, step)
+            plan = self.tx("plan", plans.plan, self.run, self.epoch, 0, step)
             if isinstance(plan, Waiting):
                 if plan.kind == "end":
                     return

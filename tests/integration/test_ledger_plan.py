@@ -8,7 +8,7 @@ import pytest
 from domain.errors import LedgerError, RunStopped
 from storage import holds, reports
 from storage.database import Ledger
-from storage.steps import Planned, Waiting
+from storage.plans import Planned, Waiting
 from tests.rehearsal import Rehearsal, configuration
 
 FILTERED = {"order": "deadline", "filter_zero_variance": True}

@@ -4,7 +4,7 @@ from typing import Any
 
 from storage import reopen
 from storage.database import Ledger
-from storage.steps import Waiting
+from storage.plans import Waiting
 from tests.rehearsal import Rehearsal, configuration
 
 

@@ -21,7 +21,7 @@ from domain.errors import (
     RunStopped,
     SourceBroken,
 )
-from storage import checkpoints, runs, steps, tasks, versions
+from storage import checkpoints, plans, runs, steps, tasks, versions
 from storage.database import Ledger, Tx
 from tests.outage import Proxy
 from tests.rehearsal import Rehearsal, configuration, digest
@@ -107,7 +107,7 @@ def test_every_transaction_of_a_zombie_is_refused(ledger: Ledger) -> None:
         "world": {},
     }
     calls: list[Callable[[Tx], object]] = [
-        lambda tx: steps.plan(tx, "r1", zombie, 0, 1),
+        lambda tx: plans.plan(tx, "r1", zombie, 0, 1),
         lambda tx: steps.apply(tx, "r1", zombie, 0, cause=None, metrics={}, record={}, **result),
         lambda tx: steps.verify_replay(tx, "r1", zombie, 0, **result),
         lambda tx: tasks.hand_over(tx, "r1", zombie, 0),

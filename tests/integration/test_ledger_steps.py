@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from domain.errors import LedgerError, ReplayDiverged, RunStopped
-from storage import checkpoints, runs, steps
+from storage import checkpoints, plans, runs, steps
 from storage.database import Ledger
-from storage.steps import Planned, Waiting
+from storage.plans import Planned, Waiting
 from tests.rehearsal import Rehearsal, configuration, digest
 
 
@@ -297,7 +297,7 @@ def test_every_share_plans_before_a_step_is_applied(ledger: Ledger) -> None:
     assert second.planned() == [6, 7]
     assert first.planned() == []
     assert first.apply() == 2
-    all_rows = ledger.call(steps.read_plan, "r1", 0)
+    all_rows = ledger.call(plans.read, "r1", 0)
     assert isinstance(all_rows, Planned)
     assert [row.group for row in all_rows.rows] == [0, 1, 2, 3]
 
@@ -310,16 +310,16 @@ def test_a_share_that_cannot_plan_stops_the_others_until_the_next_trainer(ledger
     second.hand_over()
     for group in (0, 1, 2, 3):
         first.complete(group)
-    ledger.call(steps.fail_share, "r1", second.epoch, 1, 0, "DataChanged: other tasks")
-    ledger.call(steps.fail_share, "r1", second.epoch, 1, 0, "a later one is not kept")
+    ledger.call(plans.fail_share, "r1", second.epoch, 1, 0, "DataChanged: other tasks")
+    ledger.call(plans.fail_share, "r1", second.epoch, 1, 0, "a later one is not kept")
     with pytest.raises(RunStopped, match=r"^share 1 failed at step 0: DataChanged: other tasks$"):
         first.plan()
     second.epoch = first.take_over()
     assert (first.planned(), second.planned()) == ([0, 1], [2, 3])
-    ledger.call(steps.fail_share, "r1", second.epoch, 1, 0, "it has a plan")
+    ledger.call(plans.fail_share, "r1", second.epoch, 1, 0, "it has a plan")
     assert first.apply() == 1
     # Both shares have ended. A failure that was forgotten leaves no step for them to take part in.
-    ledger.call(steps.fail_share, "r1", second.epoch, 1, 1, "once more")
+    ledger.call(plans.fail_share, "r1", second.epoch, 1, 1, "once more")
     second.epoch = first.take_over()
     for share in (first, second):
         share.hand_over()

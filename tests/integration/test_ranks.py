@@ -19,7 +19,7 @@ from domain.config import RunConfig
 from domain.errors import ConfigError
 from domain.services import Services
 from rollbook.launch import torchrun
-from storage import checkpoints, manifests, runs, steps
+from storage import checkpoints, manifests, plans, runs
 from storage.database import Ledger
 from storage.objects import ObjectStore
 from tests.playing import Fleet, configuration
@@ -128,7 +128,7 @@ def test_two_ranks_train_a_run_to_its_end(around: Services, ledger: Ledger, tmp_
     found = ledger.call(runs.read, name)
     assert (found.state, found.version, found.durable_step) == ("finished", 3, 3)
     assert found.world["shares"] == 2
-    plan = ledger.call(steps.read_plan, name, 0)
+    plan = ledger.call(plans.read, name, 0)
     assert plan is not None
     assert [row.group for row in plan.rows] == [0, 1, 2, 3]  # of both shares' first batches
     with ledger.transaction() as tx:

@@ -11,7 +11,7 @@ from domain.rollouts import Status
 from storage import attempts, records, segments
 from storage.attempts import Ending
 from storage.database import Ledger
-from storage.steps import Planned, Waiting
+from storage.plans import Planned, Waiting
 from tests.rehearsal import configuration
 from tests.staged import Staged
 from trainer.batch import Batch

@@ -30,11 +30,11 @@ from domain.errors import Fenced, LedgerError
 from domain.ids import fold
 from domain.messages import Closing, FinishGroup
 from domain.rollouts import Status
-from storage import groups, outbox, runs, steps, tasks, versions
+from storage import groups, outbox, plans, runs, tasks, versions
 from storage.attempts import Ending
 from storage.database import Ledger
+from storage.plans import Planned, Waiting
 from storage.records import CAUSES
-from storage.steps import Planned, Waiting
 from tests.chaos.crash_world import Activity, Workflow
 from tests.rehearsal import configuration
 from tests.staged import Staged
@@ -184,7 +184,7 @@ class Machine(RuleBasedStateMachine):
         step = self.trainer.now().next_step
         self.cluster.relay()
         with pytest.raises(Fenced):
-            self.ledger.call(steps.plan, run, old, 0, step)
+            self.ledger.call(plans.plan, run, old, 0, step)
         with pytest.raises(Fenced):
             self.ledger.call(tasks.hand_over, run, old, 0)
 
