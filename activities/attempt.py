@@ -129,7 +129,8 @@ class Attempts:
             left = time_limits.left_s(setup.config, began)
             outcome = await self._beside_a_beater(i, work, recorder, left)
         except OutOfTime:
-            await self._fail(i, started.fence, AttemptFailure.TIMED_OUT, "out of time")
+            limit = f"groups.timeout = {setup.config.groups.timeout:g} s after its submission"
+            await self._fail(i, started.fence, AttemptFailure.TIMED_OUT, f"not finished {limit}")
         except asyncio.CancelledError:
             await self._cancelled(i, started.fence, recorder.halted)
         except Fenced as error:

@@ -148,7 +148,7 @@ def listed(tx: Tx, run: str) -> list[Quarantined]:
 
 def phase_of(error_type: str | None, error: str | None) -> str:
     """Where a rollout failed: reset, on_turn, reward, sampling, timeout, … or `rollout`."""
-    if error_type == "TimeoutError":
+    if error_type in ("TIMED_OUT", "TimeoutError"):
         return "timeout"
     text = error or ""
     if text.startswith("sampling failed"):

@@ -7,7 +7,7 @@ from typing import Any
 from domain.config import RunConfig
 from domain.ids import fold
 from domain.rollouts import Status
-from storage import versions
+from storage import runs, versions
 from storage.attempts import Ending
 from storage.database import Ledger
 from tests.chaos.crash_world import Activity, Cluster, Workflow
@@ -29,6 +29,11 @@ class Staged(Rehearsal):
         self.ledger.call(versions.publish, self.run, self.epoch, version)
         while self.ledger.call(versions.served, self.run) != version:
             self.cluster.relay()
+
+    def close_run(self) -> None:
+        """Close it, and let its workflows end."""
+        self.ledger.call(runs.close, self.run, self.epoch, "closed")
+        self.cluster.relay()
 
     def hand_over_and_deliver(self) -> None:
         """Every group that may begin has its workflow."""

@@ -148,6 +148,7 @@ def test_without_a_limit_no_task_is_set_aside(ledger: Ledger) -> None:
         ("INFRA_ERROR", "the reward function 'check' returned no reward", "reward"),
         ("INFRA_ERROR", "sampling failed: EngineRefused: 400", "sampling"),
         ("TimeoutError", None, "timeout"),
+        ("TIMED_OUT", "not finished", "timeout"),
         ("INFRA_ERROR", "something else", "rollout"),
     ],
 )
