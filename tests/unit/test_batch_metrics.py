@@ -64,6 +64,12 @@ def test_the_worked_example() -> None:
     assert told == pytest.approx(expected, abs=1e-6)
 
 
+def test_what_is_masked_is_told_in_sampled_ids() -> None:
+    cut = rollout(2, "truncated", 0.5, [segment([1, 2, 3], [4, 5, 6], 3)])
+    longer = [*WORKED[:2], cut, WORKED[3]]
+    assert of_batch(longer, pack(longer, 12), CONFIG, 5)["masked/truncated"] == 3 / 13
+
+
 def test_rewards_are_those_that_trained() -> None:
     config = CONFIG.model_copy(update={"truncation": "zero"})
     told = of_batch(WORKED, pack(WORKED, 12, truncation="zero"), config, 5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.mismatch import mismatch
+from trainer.mismatch import importance_weight, mismatch
 from trainer.objective import KL, Entropy, loss_mass, policy_loss, pool_metrics
 
 VECTORS = [  # A, b, p, c, w, r, loss, d loss / d c
@@ -54,6 +54,20 @@ def test_a_band_keeps_the_weight_inside_and_zeroes_it_outside() -> None:
         row(-1), row(-1), row(-1 - edge + 1e-12), row(1), ones(1), importance=(0.5, 5.0)
     )
     assert inside.item() == pytest.approx(-5.0)
+
+
+@pytest.mark.parametrize("band", [(1.0, 2.0), (0.5, 1.0)])
+def test_the_ends_of_a_band_belong_to_it(band: tuple[float, float]) -> None:
+    on_policy = torch.zeros(1, dtype=torch.float64)
+    assert importance_weight(on_policy, band).item() == 1
+    assert importance_weight(on_policy + 1e-9, (0.5, 1.0)).item() == 0
+
+
+def test_the_effective_share_is_kishs() -> None:
+    """Weights 1 and 1/2: (3/4)² / (5/8)."""
+    drift = torch.tensor([0.0, -math.log(2)], dtype=torch.float64)
+    told = mismatch(drift, torch.ones(2, dtype=torch.bool), 5.0)
+    assert told["mismatch/ess"].item() == pytest.approx(0.9)
 
 
 def test_cap_and_band_leave_the_denominator_alone() -> None:
