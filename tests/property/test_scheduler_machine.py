@@ -331,9 +331,13 @@ class Machine(RuleBasedStateMachine):
         )
         assert all(row["lag"] <= self.config.schedule.max_lag for row in rows)
         rows = self.trainer.rows(
-            "SELECT group_id, sample, count(*) AS failures FROM attempts JOIN groups g "
+            "SELECT group_id, sample, count(*) AS failures FROM attempts a JOIN groups g "
             "USING (run_id, group_id) WHERE run_id = %s AND counts_as_failure "
-            "AND g.state NOT IN ('abandoned', 'expired', 'cancelled') GROUP BY 1, 2",
+            "AND g.state NOT IN ('abandoned', 'expired', 'cancelled') "
+            "AND NOT EXISTS (SELECT 1 FROM attempts s WHERE s.attempt > a.attempt "
+            "AND (s.run_id, s.group_id, s.sample) = (a.run_id, a.group_id, a.sample) "
+            "AND s.status IN ('completed', 'truncated', 'agent_error') "
+            "AND NOT s.counts_as_failure) GROUP BY 1, 2",  # a success forgives
             self.config.name,
         )
         spared = self.config.groups.oversample > 0  # a spare may stand in for the last failure
