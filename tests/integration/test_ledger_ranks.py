@@ -10,7 +10,7 @@ from domain.rollouts import Task
 from domain.shares import Division, Share, other_bits
 from storage import fork, runs
 from storage.database import Ledger
-from storage.steps import Planned
+from storage.plans import Planned
 from tests.rehearsal import Rehearsal, configuration
 from trainer.consumer import Consumer
 from trainer.ranks import Ranks
