@@ -78,11 +78,13 @@ class Fleet:
         *,
         answer: Callable[[Task, int, int], Answer] = scripted,
         serves: bool = True,
+        plays: bool = True,
         on_load: Callable[[Path, manifests.Manifest], None] | None = None,
     ) -> None:
         self.ledger = Ledger.open(services.database_url, pool=2, application="fleet", patience_s=20)
         self.store = ObjectStore(services)
-        self.scratch, self.answer, self.serves, self.on_load = scratch, answer, serves, on_load
+        self.scratch, self.answer, self.on_load = scratch, answer, on_load
+        self._deaf = {"publish": not serves, "start_group": not plays}
         self.abandoned: set[int] = set()
         """Groups that are abandoned instead of answered."""
         self.held: set[int] = set()
@@ -122,7 +124,7 @@ class Fleet:
         return self._broken is not None
 
     def _claim(self, tx: Tx) -> list[Command]:
-        commands = [c for c in outbox.claim(tx) if self.serves or c.kind != "publish"]
+        commands = [c for c in outbox.claim(tx) if not self._deaf.get(c.kind)]
         outbox.done(tx, [c.id for c in commands])
         return commands
 

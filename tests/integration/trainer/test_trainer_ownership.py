@@ -26,6 +26,7 @@ from tests.trained import (
     stop_at,
     train,
 )
+from trainer import consumer
 from trainer.lease import Lease
 
 
@@ -110,6 +111,25 @@ def test_engines_that_never_serve_fail_the_run_after_the_limit(
     assert failure is not None
     assert "version 0" in failure
     assert "was not served within 1 s" in failure
+
+
+def test_rollouts_that_nobody_begins_fail_the_run_after_the_limit(
+    around: Services,
+    ledger: Ledger,
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumer, "LOOK_EVERY_S", 0.5)
+    run = create(ledger, configuration(name, tmp_path))
+    with Fleet(around, tmp_path / "engine", plays=False) as fleet:
+        assert train(run, around, fleet, patience_s=2.0) == "failed"
+    failure = ledger.call(runs.read, run).failure
+    assert failure is not None
+    assert "nothing has moved for 2 s (schedule.max_outage)" in failure
+    assert "commands for Temporal are not delivered: no ledger worker leads" in failure
+    with Fleet(around, tmp_path / "engine") as fleet:
+        assert train(run, around, fleet) == "finished"
 
 
 @pytest.mark.parametrize("victim", ["postgres", "s3"])
