@@ -15,10 +15,11 @@ is judged, nor when the attempt is cancelled.
 import asyncio
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,6 +37,7 @@ from domain.environments import HarnessSource, Outcome, RolloutView
 from domain.errors import SourceBroken
 from domain.rollouts import Reward, Status, Task
 from domain.text import clean
+from storage import scratch
 from storage.sessions import Past, Seen
 
 LOOK_EVERY_S = 1.0
@@ -132,11 +134,15 @@ class HarnessRollout:
             await self._look(PATIENCE_S)
             if self._seen.segments:
                 raise Failed("the worker died, and a program cannot be taken up again", lost=True)
-            place = Place(Path(tempfile.mkdtemp(prefix="rollbook-")))
-            try:
-                return await self._play(place)
-            finally:
-                await whole(asyncio.to_thread(shutil.rmtree, place.root, ignore_errors=True))
+            with ExitStack() as stack:  # closed in a thread, whoever leaves it how
+                make = partial(stack.enter_context, scratch.folder("harness"))
+                root, cancelled = await whole(asyncio.to_thread(make))
+                try:
+                    if cancelled:
+                        raise asyncio.CancelledError
+                    return await self._play(Place(root))
+                finally:
+                    await whole(asyncio.to_thread(stack.close))
         except Failed as failure:
             return Outcome(
                 Status.INFRA_ERROR,

@@ -4,7 +4,6 @@ The same hand-over, plan, publication and record as the built-in trainer's, from
 `trainer/`; the weights, the optimizer and the checkpoints are the loop's.
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from domain.errors import ConfigError, DataChanged, LedgerError, RunExists, RunN
 from domain.services import Services
 from rollbook import publishing
 from rollbook.publishers import Desk, EnginePublisher, Publisher
-from storage import cancelling, checkpoints, images, plans, runs, steps
+from storage import cancelling, checkpoints, images, plans, runs, scratch, steps
 from storage.database import Ledger, Tx, canonical
 from storage.objects import ObjectStore, digest
 from storage.plans import Planned
@@ -108,12 +107,11 @@ class OwnRun:
             renewals = Ledger.open(services.database_url, pool=1, application=f"lease {self.name}")
             opening.callback(renewals.close)
             lease = opening.enter_context(Lease(renewals, self.name, self.epoch, lease_s=lease_s))
-            scratch = tempfile.TemporaryDirectory(prefix="rollbook-loop-")
             self._waits = Waits(_never(watch), lease, patience_s=limit)
             self._desk = Desk(
                 ledger=self.ledger,
                 store=ObjectStore(services),
-                scratch=Path(opening.enter_context(scratch)),
+                scratch=opening.enter_context(scratch.folder("loop")),
                 waits=self._waits,
                 config=config,
                 epoch=self.epoch,

@@ -5,18 +5,16 @@ is exact if its plan, its rollouts and the state before it give the very weights
 If not, every input that the ledger has a digest of is compared, and what differs is named.
 """
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from domain.errors import LedgerError
 from domain.services import Services
-from storage import checkpoints, inputs, plans, runs, segments
+from storage import checkpoints, inputs, plans, runs, scratch, segments
 from storage.database import Ledger, Tx, canonical
 from storage.objects import ObjectStore
 from storage.plans import Planned
@@ -92,10 +90,10 @@ def replay(
                 f"step {final} of run {run} was not applied; its steps are {found.first_step} to "
                 f"{found.next_step - 1}"
             )
-        with tempfile.TemporaryDirectory(prefix="rollbook-audit-") as scratch:
+        with scratch.folder("audit") as place:
             waits = Waits(lambda: False, Unfenced(), patience_s=PATIENCE_S)
             store = ObjectStore(services)
-            workshop = Workshop(ledger, store, Path(scratch), waits, run, found.epoch)
+            workshop = Workshop(ledger, store, place, waits, run, found.epoch)
             yield from _replay(workshop, found, first, final)
     finally:
         ledger.close()

@@ -15,11 +15,9 @@ Of several ranks, rank 0 takes the run over and closes it; all of them run this 
 """
 
 import logging
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -30,7 +28,7 @@ from domain.mixing import MixedStream
 from domain.risks import acknowledged
 from domain.services import Services
 from domain.shares import Division, Share, other_bits
-from storage import datasets, runs
+from storage import datasets, runs, scratch
 from storage.database import Ledger, Tx
 from storage.objects import ObjectStore
 from storage.runs import Run
@@ -104,9 +102,9 @@ def run(
         renewals = Ledger.open(services.database_url, pool=1, application=f"lease {run}")
         stack.callback(renewals.close)
         lease = stack.enter_context(Lease(renewals, run, epoch, lease_s=lease_s))
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollbook-trainer-")))
+        place = stack.enter_context(scratch.folder("trainer"))
         waits = Waits(stop, lease, patience_s=patience_s)
-        workshop = Workshop(ledger, ObjectStore(services), scratch, waits, run, epoch, ranks)
+        workshop = Workshop(ledger, ObjectStore(services), place, waits, run, epoch, ranks)
         try:
             return _train(workshop, stream, watcher)
         except Exception as error:

@@ -1,0 +1,63 @@
+"""Folders for what one process needs for a while: removed at its end, or by the next one's start.
+
+Whoever uses a folder holds a lock on it, which ends with the process however that ends. So what a
+process that was killed left behind (weights of gigabytes, a program's files) is recognised, and
+removed by the next one that asks for a folder of the same kind on this machine.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+YOUNG_S = 60.0
+"""A folder of this age may have been made by somebody who is about to lock it."""
+
+
+@contextmanager
+def folder(kind: str) -> Iterator[Path]:
+    """A new folder in the system's place for temporary files (TMPDIR), closed to others.
+
+    Args:
+        kind: what it is for, a word; folders of dead processes of this kind are removed first.
+    """
+    prefix = f"rollbook-{kind}-"
+    _sweep(prefix)
+    path = Path(tempfile.mkdtemp(prefix=prefix))
+    held = _lock(path)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _sweep(prefix: str) -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):  # others look too, and folders of other users are not ours to open
+            if time.time() - path.stat().st_mtime < YOUNG_S:
+                continue
+            held = _lock(path)
+            if held is not None:
+                log.info("removing %s, which a dead process has left", path)
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(held)
+
+
+def _lock(path: Path) -> int | None:
+    """The folder, locked until it is closed; None if somebody holds it."""
+    held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        return None
+    return held
