@@ -60,6 +60,24 @@ def test_a_body_that_is_not_what_was_promised_is_not_stored(
     assert not store.exists(f"{prefix}/a")
 
 
+def test_a_large_file_that_changed_since_its_digest_was_taken_is_not_stored(
+    store: ObjectStore, prefix: str, tmp_path: Path
+) -> None:
+    """Its digest is taken while its parts travel, so they are given up when the last one is sent."""
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(objects.PART_BYTES + 12345))
+    promised = digest(source)
+    with source.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    with pytest.raises(DigestMismatch, match="not the promised"):
+        store.put_new(f"{prefix}/big", source, sha256=promised)
+    assert not store.exists(f"{prefix}/big")
+    assert store.unfinished(f"{prefix}/") == []
+
+
 def race(store: ObjectStore, key: str, bodies: list[bytes]) -> list[bool]:
     """Whether each of the writers, all at once, was told that it created the object."""
     start = threading.Barrier(len(bodies))
