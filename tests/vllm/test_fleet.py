@@ -90,7 +90,7 @@ class Two:
     async def tend(self, *urls: str, until: Callable[[], bool]) -> None:
         """Have these engines looked after, and wait until that is so."""
         self.tended = urls
-        async with asyncio.timeout(180):
+        async with asyncio.timeout(600):
             while not until():  # noqa: ASYNC110 - the ledger has no event for it
                 await asyncio.sleep(0.1)
 
@@ -131,7 +131,7 @@ def off(weights: Weights, segment: Segment) -> float:
 
 async def loaded_again(client: EngineClient, url: str, name: str) -> int:
     """Load an adapter on an engine whose server died, as soon as its front has given it up."""
-    async with asyncio.timeout(180):
+    async with asyncio.timeout(600):
         while True:
             try:
                 return await client.load(url, name, name, stored(A[1]).sha256)
