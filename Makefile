@@ -45,8 +45,9 @@ test-vllm: $(READY) $(VLLM_READY)  ## everything again with real vLLM servers, a
 
 $(ECOSYSTEM_READY): $(ROOT)/requirements.lock $(ROOT)/pyproject.toml
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
-	grep -v '^openai' $(ROOT)/requirements.lock | $(ECOSYSTEM)/bin/python -m pip install --quiet \
-	  --disable-pip-version-check -r /dev/stdin verifiers==0.4.0 reasoning-gym==0.1.25
+	grep -v -e '^openai' -e '^mcp' $(ROOT)/requirements.lock | $(ECOSYSTEM)/bin/python -m pip install \
+	  --quiet --disable-pip-version-check -r /dev/stdin  # verifiers wants others of these
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 reasoning-gym==0.1.25
 	touch $(ECOSYSTEM_READY)
 
 test-ecosystem: $(ECOSYSTEM_READY)  ## environments of reasoning-gym and verifiers (a .venv of their own)
