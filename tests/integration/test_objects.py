@@ -65,7 +65,7 @@ def test_a_large_file_that_changed_since_its_digest_was_taken_is_not_stored(
 ) -> None:
     """Its digest is taken while its parts travel, so they are given up when the last one is sent."""
     source = tmp_path / "source"
-    source.write_bytes(os.urandom(objects.PART_BYTES + 12345))
+    source.write_bytes(os.urandom(transfers.PART_BYTES + 12345))
     promised = digest(source)
     with source.open("r+b") as file:
         file.seek(-1, os.SEEK_END)

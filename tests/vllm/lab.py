@@ -49,13 +49,23 @@ def describe_qwen3(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
+_probes: dict[str, dict[str, Any]] = {}
+
+
 def probe_of(weights: Weights) -> dict[str, Any]:
-    """What a trainer with these weights would say about PROBE."""
+    """What a trainer with these weights would say about PROBE; known for good once it was asked.
+
+    Computing it holds up this event loop, and with it the front, while a server goes on sampling.
+    """
+    known = weights.sha256
+    if known in _probes:
+        return _probes[known]
     logprobs = []
     for ids in PROBE:
         table = weights.logprobs(ids)
         logprobs.append(table.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist())
-    return {"token_ids": PROBE, "logprobs": logprobs}
+    _probes[known] = {"token_ids": PROBE, "logprobs": logprobs}
+    return _probes[known]
 
 
 @dataclass
