@@ -5,7 +5,7 @@ what each execution last said of itself. Without Temporal the ledger's half is s
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,7 +23,7 @@ from domain.messages import LEDGER_QUEUE, WORKFLOW_QUEUE, rollout_queue
 from domain.waits import PART_S, Activity, Queue, Wait, Workflow
 from storage import idle
 from storage.database import Ledger
-from storage.idle import Idle, Parts
+from storage.idle import Idle, Parts, ShareOfStep
 
 CONCURRENT = 16
 
@@ -58,12 +58,13 @@ async def of_attempts(
 async def of_run(client: Client | None, ledger: Ledger, run: str) -> list[Wait]:
     """What the run as a whole waits for: missing parts first, then its trainer."""
     parts = await ledger.run(idle.parts, run)
+    shares = await ledger.run(idle.shares, run)
     told = [
         *_steward(parts),
         *await _workers(client, ledger, parts, run),
         *_engines(parts),
         *_publish(parts),
-        *_trainer(parts),
+        *_trainer(parts, shares),
     ]
     return [Wait(what="run", on=on, detail=detail, seconds=s) for on, detail, s in told]
 
@@ -261,7 +262,7 @@ def _publish(parts: Parts) -> list[Told]:
     return [("publish", why, parts.publishing_for_s)]
 
 
-def _trainer(parts: Parts) -> list[Told]:
+def _trainer(parts: Parts, shares: Sequence[ShareOfStep]) -> list[Told]:
     if parts.state not in ("creating", "running"):
         return [
             ("paused" if parts.state == "paused" else "trainer", f"the run is {parts.state}", None)
@@ -271,17 +272,31 @@ def _trainer(parts: Parts) -> list[Told]:
     if parts.lease_left_s is not None and parts.lease_left_s < 0:
         late = -parts.lease_left_s
         return [("trainer", f"{parts.holder} holds the run and does not renew its lease", late)]
-    if parts.step_planned:
+    if all(share.planned for share in shares):
         return [("trainer", f"{parts.holder} computes step {parts.step}", None)]
-    if parts.slack is not None and parts.slack < 0:
-        groups = ", ".join(map(str, parts.binding_groups[:5])) or "none that is still sampled"
+    return [
+        told
+        for share in shares
+        if not (share.planned or share.ended)
+        for told in _share(parts, share, f"share {share.share}: " if len(shares) > 1 else "")
+    ]
+
+
+def _share(parts: Parts, share: ShareOfStep, whose: str) -> Iterator[Told]:
+    """Why a share has no plan for the next step."""
+    short = max(0, parts.batch_size - share.ready)
+    if share.error is not None:
+        yield "trainer", f"{whose}step {parts.step} cannot be planned: {share.error}", None
+    elif share.slack is not None and share.slack < 0:
+        groups = ", ".join(map(str, share.binding_groups[:5])) or "none that is still sampled"
         why = (
-            f"step {parts.step} is held: group {groups} must train by version "
-            f"{parts.binding_deadline} (slack {parts.slack})"
+            f"{whose}step {parts.step} is held: group {groups} must train by version "
+            f"{share.binding_deadline} (slack {share.slack})"
         )
-        return [("hold", why, None)]
-    short = max(0, parts.batch_size - parts.ready)
-    if short:
-        why = f"step {parts.step} lacks {short} of {parts.batch_size} groups; {parts.sampling} are sampled"
-        return [("groups", why, None)]
-    return []
+        yield "hold", why, None
+    elif short:
+        why = (
+            f"{whose}step {parts.step} lacks {short} of {parts.batch_size} groups; "
+            f"{share.sampling} are sampled"
+        )
+        yield "groups", why, None

@@ -90,7 +90,7 @@ class Progress:
         """Read what is new in the ledger and show it; one that is away is told of, once."""
         last = self.steps[-1]["step"] if self.steps else -1
 
-        def read(tx: Tx) -> tuple[list[Row], Row | None, Row | None]:
+        def read(tx: Tx) -> tuple[list[Row], list[Row], Row | None]:
             name = self._config.name
             return (
                 reports.steps(tx, name, after=last),
@@ -123,7 +123,7 @@ class Progress:
                 self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def panel(
-        self, waiting: Row | None, balance: Row | None, processes: Sequence[Report]
+        self, waiting: Sequence[Row], balance: Row | None, processes: Sequence[Report]
     ) -> RenderableType:
         """The run at a glance."""
         lines: list[RenderableType] = [self._bar(), Text(), self._table()]
@@ -217,24 +217,23 @@ def step_line(step: Mapping[str, Any], steps: int | None) -> str:
     )
 
 
-def waiting_line(waiting: Mapping[str, Any]) -> str:
-    """What the run waits for, in words."""
-    parts = [
-        f"served v{show(waiting['served'])}",
-        f"{waiting['ready']} groups ready",
-        f"{waiting['running']} sampling",
-    ]
-    if waiting["state"] not in ("running", "creating"):
-        parts.insert(0, str(waiting["state"]))
-    if waiting["publish_due"]:
+def waiting_line(shares: Sequence[Mapping[str, Any]]) -> str:
+    """What the run waits for, of what each of its shares does, in words."""
+    run = shares[0]
+    ready, running = (" + ".join(str(each[key]) for each in shares) for key in ("ready", "running"))
+    parts = [f"served v{show(run['served'])}", f"{ready} groups ready", f"{running} sampling"]
+    if run["state"] not in ("running", "creating"):
+        parts.insert(0, str(run["state"]))
+    if run["publish_due"]:
         parts.append("publishing")
-    if waiting["publish_held_by"]:
-        parts.append(f"publish held by {waiting['publish_held_by']}")
-    if waiting["binding_group"] is not None:
-        parts.append(
-            f"held by group {waiting['binding_group']} (due at v{waiting['binding_deadline']}) "
-            f"since {waiting['held_since']:%H:%M:%S}"
-        )
+    if run["publish_held_by"]:
+        parts.append(f"publish held by {run['publish_held_by']}")
+    parts += [
+        f"held by group {each['binding_group']} (due at v{each['binding_deadline']}) "
+        f"since {each['held_since']:%H:%M:%S}"
+        for each in shares
+        if each["binding_group"] is not None
+    ]
     return " · ".join(parts)
 
 

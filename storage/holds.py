@@ -38,16 +38,16 @@ def note(tx: Tx, run: str, step: int, hold: Hold) -> None:
     )
 
 
-def binding(tx: Tx, run: str) -> tuple[int, datetime] | None:
-    """The group that binds the next step, and since when it does; None when nothing holds it."""
+def binding(tx: Tx, run: str, share: int = 0) -> tuple[int, datetime] | None:
+    """The group that binds a share's next step, and since when; None when nothing holds it."""
     row = tx.execute(
         """
         SELECT e.group_id, e.at FROM runs r JOIN outstanding o USING (run_id)
         JOIN events e ON (e.run_id, e.group_id, e.step) = (r.run_id, o.group_id, r.next_step)
-        WHERE r.run_id = %s AND r.stale_policy = 'wait' AND e.kind = 'steps.held'
+        WHERE (o.run_id, o.share) = (%s, %s) AND r.stale_policy = 'wait' AND e.kind = 'steps.held'
         ORDER BY e.id DESC LIMIT 1
         """,
-        (run,),
+        (run, share),
     ).fetchone()
     return None if row is None else (row["group_id"], row["at"])
 
@@ -55,14 +55,18 @@ def binding(tx: Tx, run: str) -> tuple[int, datetime] | None:
 def gauge(tx: Tx, run: Run) -> dict[str, float]:
     """`staleness/slack`: places left at the tightest deadline as the trainer advances.
 
-    Measured over what is outstanding beside the step in training; empty under other policies.
+    Measured over what is outstanding beside the step in training, in the share that has the least;
+    empty under other policies.
     """
     schedule = run.config.schedule
     if schedule.stale_policy != "wait":
         return {}
     rows: list[dict[str, Any]] = tx.execute(
-        "SELECT version FROM outstanding WHERE run_id = %s", (run.id,)
+        "SELECT share, version FROM outstanding WHERE run_id = %s", (run.id,)
     ).fetchall()
-    versions = [row["version"] for row in rows]
-    left = slack(run.version, run.config.tasks.batch_size, schedule.max_lag, versions)
-    return {"staleness/slack": float(left)}
+    versions: dict[int, list[int]] = {share: [] for share in range(run.shares)}
+    for row in rows:
+        versions[row["share"]].append(row["version"])
+    batch = run.config.tasks.batch_size
+    left = (slack(run.version, batch, schedule.max_lag, own) for own in versions.values())
+    return {"staleness/slack": float(min(left))}

@@ -38,12 +38,9 @@ class Parts:
     state: str
     environment: str
     step: int
-    step_planned: bool
     batch_size: int
     holder: str | None
     lease_left_s: float | None  # below 0: nobody trains the run
-    ready: int
-    sampling: int
     queued: int  # attempts that no worker has taken
     oldest_queued_s: float | None  # of those whose group has begun
     moving: int  # attempts that made progress in the last seconds
@@ -65,6 +62,18 @@ class Parts:
     publishing_for_s: float | None
     publish_held_by: str | None
     lacking: tuple[str, ...]  # live engines that have not acknowledged it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareOfStep:
+    """One share of the data and the next step, which is computed when every share has planned it."""
+
+    share: int
+    planned: bool
+    error: str | None  # why it could not plan
+    ready: int  # groups of it
+    sampling: int
+    ended: bool  # nothing is left of its data
     slack: int | None
     binding_deadline: int | None
     binding_groups: tuple[int, ...]  # the sampling groups that are due by it, oldest first
@@ -108,17 +117,13 @@ def attempts(
 
 
 def parts(tx: Tx, run: str) -> Parts:
-    """The parts of a run, of share 0; the run must exist."""
+    """The parts of a run; the run must exist."""
     row = tx.execute(
         """
         SELECT r.state, r.config #>> '{run,tasks,environment}' AS environment, r.next_step AS step,
-            w.step_state IS NOT NULL AS step_planned, r.batch_size, r.trainer_holder AS holder,
+            r.batch_size, r.trainer_holder AS holder,
             extract(epoch FROM r.trainer_lease_until - now())::float8 AS lease_left_s,
-            w.ready, w.running AS sampling, r.version, w.served, w.publish_due,
-            w.publish_held_by, w.slack, w.binding_deadline, a.*, g.*, u.*, i.*, e.*, p.*,
-            coalesce((SELECT array_agg(x.group_id ORDER BY x.version, x.group_id)
-                FROM outstanding x WHERE x.run_id = r.run_id AND x.share = 0 AND NOT x.ready
-                AND x.version + r.max_lag <= w.binding_deadline), '{}') AS binding_groups,
+            r.version, w.served, w.publish_due, w.publish_held_by, a.*, g.*, u.*, i.*, e.*, p.*,
             coalesce((SELECT array_agg(n.engine_id ORDER BY n.engine_id) FROM engines n
                 WHERE n.run_id = r.run_id AND n.alive_until > now() AND NOT EXISTS (
                     SELECT 1 FROM engine_versions v WHERE (v.run_id, v.engine_id, v.version,
@@ -164,5 +169,23 @@ def parts(tx: Tx, run: str) -> Parts:
         (run,),
     ).fetchone()
     assert row is not None
-    lists = {name: tuple(row[name]) for name in ("binding_groups", "lacking")}
-    return Parts(**row | lists)
+    return Parts(**row | {"lacking": tuple(row["lacking"])})
+
+
+def shares(tx: Tx, run: str) -> list[ShareOfStep]:
+    """Every share of a run and what it has of the next step, in order."""
+    rows = tx.execute(
+        """
+        SELECT w.share, coalesce(p.state = 'planned', false) AS planned, p.error, w.ready,
+            w.running AS sampling, w.slack, w.binding_deadline,
+            s.data_end IS NOT NULL AND w.ready + w.running + w.registered = 0 AS ended,
+            coalesce((SELECT array_agg(x.group_id ORDER BY x.version, x.group_id)
+                FROM outstanding x WHERE (x.run_id, x.share) = (w.run_id, w.share) AND NOT x.ready
+                AND x.version + r.max_lag <= w.binding_deadline), '{}') AS binding_groups
+        FROM waiting w JOIN runs r USING (run_id) JOIN shares s USING (run_id, share)
+        LEFT JOIN step_shares p ON (p.run_id, p.step, p.share) = (w.run_id, w.next_step, w.share)
+        WHERE w.run_id = %s ORDER BY w.share
+        """,
+        (run,),
+    ).fetchall()
+    return [ShareOfStep(**row | {"binding_groups": tuple(row["binding_groups"])}) for row in rows]

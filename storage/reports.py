@@ -35,16 +35,19 @@ def trainer(tx: Tx, run: str) -> Row:
     return row or {"holder": None, "lease_left": None}
 
 
-def waiting(tx: Tx, run: str) -> Row | None:
-    """What the run waits for now: ready and running groups, slack, a due or held publication.
+def waiting(tx: Tx, run: str) -> list[Row]:
+    """What each share waits for now: ready and running groups, slack, a due or held publication.
 
     `binding_group` and `held_since` say what holds the step, if it is held.
     """
-    row = tx.execute("SELECT * FROM ledger.waiting WHERE run_id = %s", (run,)).fetchone()
-    if row is None:
-        return None
-    group, since = holds.binding(tx, run) or (None, None)
-    return row | {"binding_group": group, "held_since": since}
+    rows = tx.execute(
+        "SELECT * FROM ledger.waiting WHERE run_id = %s ORDER BY share", (run,)
+    ).fetchall()
+    held = [holds.binding(tx, run, row["share"]) or (None, None) for row in rows]
+    return [
+        row | {"binding_group": group, "held_since": since}
+        for row, (group, since) in zip(rows, held, strict=True)
+    ]
 
 
 def balance(tx: Tx, run: str) -> Row | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from domain.config import RunConfig
-from domain.errors import DataChanged, RollbookError
+from domain.errors import DataChanged, RollbookError, RunStopped
 from domain.ids import fold
 from domain.rollouts import Rollout, Segment, Status
 from trainer import determinism, folders, sharding
@@ -238,12 +238,18 @@ def failures(ranks: Ranks) -> None:
             return [type(error).__name__, str(error)]
         return []
 
+    def both(first: Exception, second: Exception) -> None:
+        raise (first, second)[ranks.rank]
+
     changed = DataChanged("batch 3 has other tasks")
     for name, act in {
         "on rank 0": lambda: ranks.first("x", fail(0, changed)),
         "on rank 1": lambda: ranks.together("x", fail(1, changed)),
         "stop": lambda: ranks.together("x", fail(1, Stopped())),
         "none": lambda: ranks.together("x", lambda: None),
+        "its consequence": lambda: ranks.together(
+            "x", lambda: both(RunStopped("as told"), changed)
+        ),
     }.items():
         answers = ranks.exchange("heard", heard(act))
         tell(ranks, name, answers=answers)

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from domain.errors import ConfigError
+from domain.errors import ConfigError, RunStopped
 from trainer.waiting import Kind, Stopped, Waits
 
 T = TypeVar("T")
@@ -45,6 +45,8 @@ T = TypeVar("T")
 _SET_PDEATHSIG = 1
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _NOTE = "rollbook/broken"
+_GOES_LAST = {RunStopped.__name__: 1, Stopped.__name__: 2}
+"""What may only follow from another rank's error (it fails its share, it is told to end)."""
 
 
 class RanksApart(RuntimeError):
@@ -108,7 +110,7 @@ class Ranks:
             act: must not use a collective itself.
 
         Raises:
-            Exception: what it raised, on whichever rank. An error goes before a stop.
+            Exception: what it raised, on whichever rank. An error goes before what follows from it.
         """
         result, _ = self._vote(what, act, lambda _: None)
         return result
@@ -208,7 +210,7 @@ class Ranks:
         with self.sums():
             answers = [json.loads(part.numpy().tobytes()) for part in self._gather(raw)]
         failures = [(r, a["error"]) for r, a in enumerate(answers) if "error" in a]
-        failures.sort(key=lambda failure: failure[1][1] == Stopped.__name__)
+        failures.sort(key=lambda failure: _GOES_LAST.get(failure[1][1], 0))
         if failures:
             rank, described = failures[0]
             agreed = error if error and rank == self.rank else _rebuilt(described)

@@ -138,9 +138,11 @@ def _show_run(ledger: Ledger, run: str, state: Path, json: bool) -> None:
             f"no trainer is at work; `{command('resume', run, state=state)}` goes on",
             style="yellow",
         )
-    for part in ("waiting", "balance"):
-        if facts[part]:
-            print_facts(facts[part], title=part)
+    for row in facts["waiting"]:
+        share = f" (share {row['share']})" if len(facts["waiting"]) > 1 else ""
+        print_facts(row, title=f"waiting{share}")
+    if facts["balance"]:
+        print_facts(facts["balance"], title="balance")
     if facts["last_step"]:
         print_facts(dict(sorted((facts["last_step"]["metrics"] or {}).items())), title="last step")
     print_table(facts["resubmissions"], title="resubmitted", empty="nothing")

@@ -185,8 +185,7 @@ def test_p17_to_p19_advancing_is_held_for_a_group_at_its_deadline(ledger: Ledger
     since = ledger.call(holds.binding, "r1")
     assert since is not None
     assert since[0] == 8
-    waiting = ledger.call(reports.waiting, "r1")
-    assert waiting is not None
+    (waiting,) = ledger.call(reports.waiting, "r1")
     assert (waiting["binding_group"], waiting["held_since"]) == since
     run.plan()
     assert ledger.call(holds.binding, "r1") == since  # one hold, however often it is asked

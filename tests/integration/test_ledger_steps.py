@@ -1,11 +1,14 @@
 """APPLY, replay, checkpoints, empty steps and shares, through the ledger's tables."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from activities import waits
 from domain.errors import LedgerError, ReplayDiverged, RunStopped
-from storage import checkpoints, plans, runs, steps
+from rollbook.progress import waiting_line
+from storage import checkpoints, plans, reports, runs, steps
 from storage.database import Ledger
 from storage.plans import Planned, Waiting
 from tests.rehearsal import Rehearsal, configuration, digest
@@ -300,6 +303,41 @@ def test_every_share_plans_before_a_step_is_applied(ledger: Ledger) -> None:
     all_rows = ledger.call(plans.read, "r1", 0)
     assert isinstance(all_rows, Planned)
     assert [row.group for row in all_rows.rows] == [0, 1, 2, 3]
+
+
+def test_what_every_share_waits_for_is_told(ledger: Ledger) -> None:
+    first = Rehearsal(ledger, configuration(), batches=2).begin(shares=2)
+    second = Rehearsal(ledger, configuration(), batches=2, share=1)
+    second.epoch = first.epoch
+
+    def told() -> list[str]:
+        found = asyncio.run(waits.of_run(None, ledger, "r1"))
+        return [w.detail for w in found if w.on in ("groups", "trainer", "hold")]
+
+    first.hand_over()
+    second.hand_over()
+    first.complete(0)
+    assert told() == [
+        "share 0: step 0 lacks 1 of 2 groups; 3 are sampled",
+        "share 1: step 0 lacks 2 of 2 groups; 4 are sampled",
+    ]
+    first.complete(1)
+    assert first.planned() == [0, 1]
+    assert told() == ["share 1: step 0 lacks 2 of 2 groups; 4 are sampled"]
+    shares = ledger.call(reports.waiting, "r1")
+    assert [(row["share"], row["ready"], row["running"]) for row in shares] == [
+        (0, 0, 2),
+        (1, 0, 4),
+    ]
+    assert "0 + 0 groups ready · 2 + 4 sampling" in waiting_line(shares)
+    second.complete(2)
+    second.complete(3)
+    assert second.planned() == [2, 3]
+    assert told() == ["host:1 computes step 0"]
+    first.apply()
+    first.serve(1)
+    ledger.call(steps.fail_share, "r1", second.epoch, 1, 1, "DataChanged: other tasks")
+    assert "share 1: step 1 cannot be planned: DataChanged: other tasks" in told()
 
 
 def test_a_share_that_cannot_plan_stops_the_others_until_the_next_trainer(ledger: Ledger) -> None:

@@ -112,7 +112,7 @@ def test_narrow_weights_are_trained_in_the_precision_of_their_masters(
         assert rank["weights"] < 0.2  # most of them are too coarse to move
 
 
-@pytest.mark.parametrize("where", ["on rank 0", "on rank 1"])
+@pytest.mark.parametrize("where", ["on rank 0", "on rank 1", "its consequence"])
 def test_what_fails_on_one_rank_raises_the_same_error_on_all(
     told: dict[str, dict[str, Any]], where: str
 ) -> None:
