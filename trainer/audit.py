@@ -2,12 +2,15 @@
 
 Reads only: no lease, no fence, nothing is written, so a run can be audited while it trains. A step
 is exact if its plan, its rollouts and the state before it give the very weights that were booked.
-If not, every input that the ledger has a digest of is compared, and what differs is named.
+If not, every input that the ledger has a digest of is compared, and what differs is named. A run of
+several ranks is recomputed by as many processes, since the order of a sum is part of its bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,10 +27,12 @@ from trainer.batch import Batch
 from trainer.creation import Workshop
 from trainer.determinism import World
 from trainer.model import weights_digest
+from trainer.ranks import Ranks
 from trainer.update import Learner
 from trainer.waiting import Unfenced, Waits
 
 PATIENCE_S = 60.0
+ALONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +53,28 @@ class Verdict:
     """Inputs that are not what they were when the step was booked; empty if it is exact."""
 
 
-def step(run: str, services: Services, number: int) -> Verdict:
+def step(
+    run: str, services: Services, number: int, *, environ: Mapping[str, str] = ALONE
+) -> Verdict:
     """Recompute one step from the newest readable checkpoint before it.
 
     Raises:
         LedgerError: the step was not applied.
         DigestMismatch: no checkpoint before it can be read.
     """
-    for verdict in replay(run, services, first=None, last=number):
+    for verdict in replay(run, services, first=None, last=number, environ=environ):
         if not verdict.exact or verdict.step == number:
             return verdict
     raise AssertionError("the last step is always judged")
 
 
 def replay(
-    run: str, services: Services, *, first: int | None, last: int | None = None
+    run: str,
+    services: Services,
+    *,
+    first: int | None,
+    last: int | None = None,
+    environ: Mapping[str, str] = ALONE,
 ) -> Iterator[Verdict]:
     """Recompute steps in order, up to and including the first that is not exact.
 
@@ -71,18 +83,23 @@ def replay(
         services: Postgres and the object store.
         first: the checkpoint to start from; None for the newest before `last`.
         last: the last step; None for the newest one applied.
+        environ: holds torchrun's variables if this is one of several processes that recompute a run
+            of as many ranks; each of them gets the same verdicts.
 
     Raises:
-        LedgerError: `last` was not applied, there is no checkpoint `first`, or the run has ranks.
+        LedgerError: `last` was not applied, there is no checkpoint `first`, or the run has another
+            number of ranks.
         DigestMismatch: the checkpoints cannot be read.
     """
-    ledger = Ledger.open(services.database_url, pool=1, application=f"audit {run}")
-    try:
+    with (
+        closing(Ledger.open(services.database_url, pool=1, application=f"audit {run}")) as ledger,
+        Ranks.joined(environ, timeout_s=2 * PATIENCE_S) as ranks,
+    ):
         found = ledger.call(runs.read, run)
-        if found.shares != 1:
+        if found.shares != ranks.size:
             raise LedgerError(
-                f"run {run} was trained by {found.shares} ranks; an audit is one process and cannot "
-                "add up their gradients in the same order. A resume of the run verifies its steps"
+                f"run {run} was trained by {found.shares} ranks, whose gradients {ranks.size} cannot "
+                f"add up in the same order; `rollbook audit {run}` starts as many as it takes"
             )
         final = found.next_step - 1 if last is None else last
         if not found.first_step <= final < found.next_step:
@@ -93,10 +110,9 @@ def replay(
         with scratch.folder("audit") as place:
             waits = Waits(lambda: False, Unfenced(), patience_s=PATIENCE_S)
             store = ObjectStore(services)
-            workshop = Workshop(ledger, store, place, waits, run, found.epoch)
-            yield from _replay(workshop, found, first, final)
-    finally:
-        ledger.close()
+            workshop = Workshop(ledger, store, place, waits, run, found.epoch, ranks)
+            with ranks.sums():
+                yield from _replay(workshop, found, first, final)
 
 
 def oldest(run: str, services: Services) -> int:
@@ -105,11 +121,8 @@ def oldest(run: str, services: Services) -> int:
     Raises:
         LedgerError: the run has none.
     """
-    ledger = Ledger.open(services.database_url, pool=1, application=f"audit {run}")
-    try:
+    with closing(Ledger.open(services.database_url, pool=1, application=f"audit {run}")) as ledger:
         return ledger.call(checkpoints.oldest, run).step
-    finally:
-        ledger.close()
 
 
 def _replay(workshop: Workshop, found: Run, first: int | None, last: int) -> Iterator[Verdict]:
@@ -125,8 +138,13 @@ def _replay(workshop: Workshop, found: Run, first: int | None, last: int) -> Ite
         plan = workshop.ledger.call(plans.read, found.id, number)
         assert plan is not None, f"applied step {number} has no plan"
         booked = workshop.ledger.call(_booked, found.id, number)
-        outcome = _compute(workshop.ledger, found, learner, plan, version)
-        digest = weights_digest(learner.policy.weights())
+        outcome = _compute(workshop.ledger, found, learner, number, version)
+        mine = weights_digest(learner.policy.weights()).hex()
+        digests = workshop.ranks.exchange("digest", mine)
+        # Of several ranks, the first that made other weights than were booked speaks for all.
+        digest = bytes.fromhex(
+            next((d for d in digests if d != booked["weights_sha256"].hex()), mine)
+        )
         exact = (digest, outcome) == (booked["weights_sha256"], booked["updated"])
         yield Verdict(
             run=found.id,
@@ -144,10 +162,12 @@ def _replay(workshop: Workshop, found: Run, first: int | None, last: int) -> Ite
         version, before = version + outcome, digest
 
 
-def _compute(ledger: Ledger, run: Run, learner: Learner, plan: Planned, version: int) -> bool:
-    """Take the step; whether it moved the weights."""
-    determinism.seed_step(run.config.seed, plan.step)
-    rows = [(row.group, row.part) for row in plan.rows]
+def _compute(ledger: Ledger, run: Run, learner: Learner, number: int, version: int) -> bool:
+    """Take this rank's part of the step; whether it moved the weights."""
+    share = learner.ranks.rank
+    plan = ledger.call(plans.read, run.id, number, share)
+    determinism.seed_step(run.config.seed, number, share)
+    rows = [(row.group, row.part) for row in plan.rows] if plan else []
     groups = ledger.call(segments.members, run.id, rows) if rows else []
     return learner.step(Batch(groups=groups), version).updated
 
@@ -156,7 +176,7 @@ def _differences(ledger: Ledger, run: Run, plan: Planned, before: bytes) -> Iter
     """The inputs of a step that are not what was booked."""
     threads = int(run.world["threads"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    here = World.here(threads, device)
+    here = World.here(threads, device, shares=run.shares)
     if changed := World.read(run.world).differences(here):
         yield f"world: {changed}"
     row = ledger.call(_other_digests, run.id, plan.step)

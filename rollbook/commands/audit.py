@@ -1,18 +1,26 @@
 """`audit`: recompute a past step and compare it with what the ledger booked."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from domain.errors import ConfigError
+from domain.errors import ConfigError, LedgerError
 from domain.services import VARIABLES, Services
 from rollbook.connect import STATE, services_for
+from rollbook.launch import torchrun
 from rollbook.output import console, print_json
+from rollbook.root import ROOT
 from rollbook.stack.stack import Stack
+from storage import runs
+from storage.database import Ledger
 
 if TYPE_CHECKING:
     from trainer.audit import Verdict
@@ -29,17 +37,21 @@ def audit(
         int | None, typer.Argument(help="The step; without it all from the oldest checkpoint on.")
     ] = None,
     state: Annotated[Path, typer.Option(help="Folder of the local stack.")] = STATE,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Recompute a step from the ledger and the checkpoint before it, and compare the weights.
 
     Says `exact`, or which input is not what it was. Only reads; the exit code is 1 if a step is not
-    exact.
+    exact. A run of several ranks is recomputed by as many processes on this machine.
 
     Example: `rollbook audit reverse3 12`
     """
     verdicts = _judge(run, step, state)
-    if json:
+    if "RANK" in os.environ:  # one of the processes that this command started
+        if os.environ["RANK"] == "0":
+            print_json([asdict(verdict) for verdict in verdicts])
+        return 0
+    if as_json:
         print_json([asdict(verdict) for verdict in verdicts])
     else:
         for verdict in verdicts:
@@ -51,9 +63,15 @@ def _judge(run: str, step: int | None, state: Path) -> Sequence["Verdict"]:
     from trainer import audit as auditing  # brings torch
 
     def judge(services: Services) -> Sequence["Verdict"]:
+        ranks = 1 if "RANK" in os.environ else _ranks(run, services)
+        if ranks > 1:
+            arguments = [run] if step is None else [run, str(step)]
+            told = _told(arguments, services, state, ranks)
+            return [auditing.Verdict(**v | {"differences": tuple(v["differences"])}) for v in told]
         if step is not None:
-            return [auditing.step(run, services, step)]
-        return [*auditing.replay(run, services, first=auditing.oldest(run, services))]
+            return [auditing.step(run, services, step, environ=os.environ)]
+        first = auditing.oldest(run, services)
+        return [*auditing.replay(run, services, first=first, environ=os.environ)]
 
     try:
         services = services_for(state)
@@ -63,6 +81,38 @@ def _judge(run: str, step: int | None, state: Path) -> Sequence["Verdict"]:
         with Stack.up(state, environ=os.environ) as stack:
             return judge(stack.services)
     return judge(services)
+
+
+def _ranks(run: str, services: Services) -> int:
+    """Trainer processes of the run."""
+    ledger = Ledger.open(services.database_url, pool=1, application="rollbook audit")
+    with closing(ledger):
+        return ledger.call(runs.read, run).shares
+
+
+def _told(
+    arguments: Sequence[str], services: Services, state: Path, ranks: int
+) -> list[dict[str, Any]]:
+    """The verdicts of this command in several processes.
+
+    Raises:
+        LedgerError: they could not come to any; what they said is on stderr.
+    """
+    command = [sys.executable, *torchrun(ranks), "-m", "rollbook", "audit", *arguments]
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    done = subprocess.run(
+        [*command, "--json", "--state", str(state)],
+        env=os.environ | services.environment() | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    if done.returncode:
+        raise LedgerError(
+            f"the {ranks} processes that recompute run {arguments[0]} failed (exit code "
+            f"{done.returncode}); what they said stands above"
+        )
+    told: list[dict[str, Any]] = json.loads(done.stdout)
+    return told
 
 
 def _line(verdict: "Verdict") -> str:

@@ -33,11 +33,13 @@ TRAINER_POINTS = (
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", [1, 3])
-def test_the_trainer_dies_at_each_point_in_turn(stage: Stage, every: int) -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("every", "ranks"), [(1, 1), (3, 1), (2, 2)])
+def test_the_trainer_dies_at_each_point_in_turn(stage: Stage, every: int, ranks: int) -> None:
+    """Of several ranks the first that gets there dies, and its world with it."""
     assert {*TRAINER_POINTS, "close_mid", "close_done", "plan_reopen"} == set(POINTS)
-    stage.begin(steps=24, checkpoint={"every": every})
+    tasks = {"batch_size": 2 // ranks}  # of each rank, so that there are as many in all
+    stage.begin(steps=24, tasks=tasks, trainer={"ranks": ranks}, checkpoint={"every": every})
     stage.start("engine", "workflows", "ledger", "rollouts")
     for point in TRAINER_POINTS:
         stage.crash("trainer", point)

@@ -336,7 +336,7 @@ def test_what_every_share_waits_for_is_told(ledger: Ledger) -> None:
     assert told() == ["host:1 computes step 0"]
     first.apply()
     first.serve(1)
-    ledger.call(steps.fail_share, "r1", second.epoch, 1, 1, "DataChanged: other tasks")
+    ledger.call(plans.fail_share, "r1", second.epoch, 1, 1, "DataChanged: other tasks")
     assert "share 1: step 1 cannot be planned: DataChanged: other tasks" in told()
 
 

@@ -181,6 +181,41 @@ def test_two_ranks_with_divided_weights_store_each_slice_once(
     assert (state.weights_sha256, booked) == (digest, {"same": True})
 
 
+@pytest.mark.slow
+def test_a_step_of_two_ranks_is_audited_by_two_processes(
+    around: Services, ledger: Ledger, tmp_path: Path
+) -> None:
+    name = create(ledger, tmp_path / "a", steps=3)
+    with Fleet(around, tmp_path / "engine"):
+        train(name, around)
+
+    def audit(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "rollbook", "audit", name, *arguments],
+            env=os.environ | around.environment() | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr[-4000:]
+
+    code, told = audit()
+    assert (code, told.count(": exact (4 groups")) == (0, 3), told
+    with ledger.transaction() as tx:
+        tx.execute("SET LOCAL session_replication_role = replica")
+        tx.execute(
+            "UPDATE attempts SET reward = reward + 1 WHERE run_id = %s AND member AND sample = 0 "
+            "AND group_id = (SELECT group_id FROM queue WHERE run_id = %s AND step = 1 AND share = 1 "
+            "ORDER BY pos LIMIT 1)",
+            (name, name),
+        )
+    code, told = audit("1")
+    assert code == 1, told
+    assert "DIFFERS" in told
+    assert "rewards and statuses of group" in told
+
+
 def test_a_run_of_two_shares_refuses_a_single_trainer(
     around: Services, ledger: Ledger, tmp_path: Path
 ) -> None:
