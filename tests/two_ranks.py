@@ -43,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     for aggregation in ("token-mean", "rollout-mean")
     for loss in (("ppo", "cispo", "gspo") if estimator == "mean" else ("ppo",))
 } | {
+    "dropped, kept in the baseline": {"estimator": "batch", "truncation": "drop"},
+    "dropped, within the group": {"estimator": "group", "truncation": "drop"},
     "standardized batch": {"estimator": "batch", "standardize": True},
     "kl and entropy": {"kl_coefficient": 0.1, "entropy_coefficient": 0.05},
     "sequence mask": {"sequence_mask": (0.2, 1.5)},
@@ -102,6 +104,12 @@ def group(number: int, size: int = 3, reward: float | None = None) -> list[Rollo
     return members
 
 
+def completed(number: int, *, reward: float) -> Rollout:
+    ids = [fold("member", number, i) % 12 for i in range(3)]
+    segment = Segment([1, 2, 3, 10], ids, [-1.5] * 3, "stop", 0)
+    return Rollout(str(number), number, 0, 0, [segment], Status.COMPLETED, reward)
+
+
 SHARES: dict[str, Callable[[], list[Groups]]] = {
     "even": lambda: [[group(0), group(1, 4)], [group(2, 5), group(3)]],
     "uneven": lambda: [[group(n, 5) for n in range(5)], [group(7, 2)]],
@@ -147,13 +155,17 @@ def compare(ranks: Ranks, folder: Path) -> None:
 
 
 def no_update(ranks: Ranks, folder: Path) -> None:
+    cut = Rollout("9", 9, 0, 0, group(9)[0].segments, Status.TRUNCATED, 1.0, cause="tokens")
     cases: dict[str, list[Groups]] = {
         "flat": [[group(0, reward=0.5)], [group(1, reward=0.5)]],
         "empty": [[], []],
+        # One member takes loss; the dropped ones are no more to compare with than in one process.
+        "all but one dropped": [[[completed(8, reward=0.0)]], [[cut]]],
     }
     for parallel in PARALLEL:
         for name, shares in cases.items():
-            trainer = learner(folder, ranks, shard=parallel == "fsdp")
+            dropping = {"estimator": "batch", "truncation": "drop"} if "dropped" in name else {}
+            trainer = learner(folder, ranks, shard=parallel == "fsdp", **dropping)
             before = weights_digest(trainer.policy.weights())
             outcome = trainer.step(Batch(groups=shares[ranks.rank]), 0)
             kept = weights_digest(trainer.policy.weights()) == before

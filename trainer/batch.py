@@ -15,6 +15,7 @@ from storage.database import Ledger
 from storage.plans import Planned
 from trainer import metrics as figures
 from trainer.consumer import Consumer
+from trainer.members import Pool
 from trainer.packing import Packed, pack
 
 
@@ -34,8 +35,8 @@ class Batch:
         """All members, in plan order."""
         return [rollout for group in self.groups for rollout in group]
 
-    def rewards(self, config: RunConfig) -> list[float]:
-        """The trained rewards of the members that are in the baseline.
+    def pool(self, config: RunConfig) -> Pool:
+        """What these groups add to what `batch` compares with.
 
         Raises:
             LedgerError: a rollout that cannot be scored; it is named.
@@ -44,12 +45,10 @@ class Batch:
             members = figures.judged(self.rollouts, config.trainer)
         except ValueError as error:
             raise LedgerError(f"the rollouts of this step cannot be trained: {error}") from error
-        return [member.reward for member in members if member.reward is not None]
+        return Pool.of(members)
 
-    def pack(
-        self, config: RunConfig, version: int, *, pool: Sequence[float] | None = None
-    ) -> Packed:
-        """The rows, trained at `version`; `pool` are the rewards of all processes.
+    def pack(self, config: RunConfig, version: int, *, pool: Pool | None = None) -> Packed:
+        """The rows, trained at `version`; `pool` is what all processes together have to compare with.
 
         Raises:
             LedgerError: a rollout that cannot be packed, scored or be this old; it is named.

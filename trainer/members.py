@@ -14,7 +14,7 @@ everyone: there is nothing to compare.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Self, get_args
 
 from domain.groups import (
     Truncation,
@@ -35,6 +35,28 @@ class Member:
     """The trained reward; None: outside the baseline."""
     trains: bool
     """Whether its tokens take loss, and so take rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What `batch` compares with when other processes hold the rest of the step: all of it."""
+
+    rewards: Sequence[float]
+    """Of every member that is in the baseline."""
+    trained: int
+    """Members that take loss; `drop` keeps some in the baseline that do not."""
+
+    @classmethod
+    def of(cls, members: Sequence[Member]) -> Self:
+        """Of the members of one process."""
+        rewards = [member.reward for member in members if member.reward is not None]
+        return cls(rewards, sum(member.trains for member in members))
+
+    @classmethod
+    def together(cls, parts: Sequence[Self]) -> Self:
+        """Of what each process has."""
+        rewards = [reward for part in parts for reward in part.rewards]
+        return cls(rewards, sum(part.trained for part in parts))
 
 
 def judge(
@@ -77,7 +99,7 @@ def member_advantages(
     estimator: Estimator = "group",
     *,
     standardize: bool = False,
-    pool: Sequence[float] | None = None,
+    pool: Pool | None = None,
 ) -> list[float]:
     """The advantage of each rollout.
 
@@ -86,13 +108,13 @@ def member_advantages(
         members: what `judge` says of them.
         estimator: see `trainer.advantages`.
         standardize: see `trainer.advantages.advantages`.
-        pool: likewise; rewards of other processes count as trained members of the batch.
+        pool: under `batch`, the whole step of several processes.
     """
     groups = group_members(rollouts)
     rewards = [[members[i].reward for i in group] for group in groups]
-    values = advantages(rewards, estimator, standardize=standardize, pool=pool)
-    others = 0 if pool is None else len(pool) - sum(m.reward is not None for m in members)
-    trained_in_batch = sum(member.trains for member in members) + others
+    of_all = None if pool is None else pool.rewards
+    values = advantages(rewards, estimator, standardize=standardize, pool=of_all)
+    trained_in_batch = (pool or Pool.of(members)).trained
     result = [0.0] * len(rollouts)
     for group, of_group in zip(groups, values, strict=True):
         trained = (

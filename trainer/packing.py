@@ -39,7 +39,7 @@ from domain.rollouts import Rollout, Segment
 from domain.staleness import too_old
 from trainer import supports
 from trainer.advantages import Estimator
-from trainer.members import judge, member_advantages
+from trainer.members import Pool, judge, member_advantages
 
 Packed = dict[str, NDArray[Any]]
 StalePolicy = Literal["wait", "resubmit", "mask_span", "keep"]
@@ -124,7 +124,7 @@ def pack(
     truncation_by_cause: Mapping[str, Truncation] | None = None,
     standardize: bool = False,
     overlong: tuple[int, int] | None = None,
-    pool: Sequence[float] | None = None,
+    pool: Pool | None = None,
     trainer_version: int | None = None,
     max_lag: int | None = None,
     stale_policy: StalePolicy = "keep",
@@ -144,7 +144,7 @@ def pack(
         truncation_by_cause: exceptions by truncation cause.
         standardize: divide `batch` advantages by their standard deviation.
         overlong: soft overlong penalty `(start, stop)`, see `trainer.members.judge`.
-        pool: under `batch`, the rewards of all processes.
+        pool: under `batch`, what all processes have to compare with.
         trainer_version: version the rows are trained at; checked against every sampled token.
         max_lag: oldest age that may train.
         stale_policy: `mask_span` takes older tokens out of the loss (they stay as context, and

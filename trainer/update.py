@@ -14,7 +14,7 @@ are sharded too, each rank makes as many passes through the network as the one w
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from domain.config import RunConfig
 from trainer import metrics as figures
 from trainer.batch import Batch
 from trainer.logprobs import Scores
+from trainer.members import Pool
 from trainer.mismatch import log_ratio, of_tokens
 from trainer.model import Policy
 from trainer.objective import KL, Entropy, loss_mass, policy_loss, pool_metrics, usable_gradient
@@ -107,12 +108,12 @@ class Learner:
             metrics=told,
         )
 
-    def _pool(self, batch: Batch) -> list[float] | None:
-        """The rewards of all ranks, where the estimator compares over the whole step."""
+    def _pool(self, batch: Batch) -> Pool | None:
+        """What all ranks have to compare with, where the estimator compares over the whole step."""
         if self.config.trainer.estimator != "batch" or self.ranks.size == 1:
             return None
-        mine = self.ranks.together("judge", lambda: batch.rewards(self.config))
-        return [reward for rewards in self.ranks.exchange("rewards", mine) for reward in rewards]
+        parts = self.ranks.gather("judge", lambda: asdict(batch.pool(self.config)))
+        return Pool.together([Pool(**part) for part in parts])
 
     def _figures(self, batch: Batch, packed: Packed, version: int) -> dict[str, float]:
         mine = batch.figures(self.config, packed, version)

@@ -73,7 +73,14 @@ def test_the_step_is_that_of_one_process_with_all_rows(
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
-@pytest.mark.parametrize(("case", "cause"), [("flat", "no_usable_gradient"), ("empty", "empty")])
+@pytest.mark.parametrize(
+    ("case", "cause"),
+    [
+        ("flat", "no_usable_gradient"),
+        ("empty", "empty"),
+        ("all but one dropped", "no_usable_gradient"),
+    ],
+)
 def test_a_step_without_a_usable_gradient_anywhere_moves_nothing(
     told: dict[str, dict[str, Any]], parallel: str, case: str, cause: str
 ) -> None:
