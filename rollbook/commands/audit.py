@@ -38,7 +38,7 @@ def audit(
     ] = None,
     state: Annotated[Path, typer.Option(help="Folder of the local stack.")] = STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> int:
+) -> None:
     """Recompute a step from the ledger and the checkpoint before it, and compare the weights.
 
     Says `exact`, or which input is not what it was. Only reads; the exit code is 1 if a step is not
@@ -50,13 +50,13 @@ def audit(
     if "RANK" in os.environ:  # one of the processes that this command started
         if os.environ["RANK"] == "0":
             print_json([asdict(verdict) for verdict in verdicts])
-        return 0
+        return
     if as_json:
         print_json([asdict(verdict) for verdict in verdicts])
     else:
         for verdict in verdicts:
             console.print(_line(verdict), highlight=False, markup=False)
-    return 0 if all(verdict.exact for verdict in verdicts) else 1
+    raise typer.Exit(0 if all(verdict.exact for verdict in verdicts) else 1)
 
 
 def _judge(run: str, step: int | None, state: Path) -> Sequence["Verdict"]:
@@ -87,7 +87,7 @@ def _ranks(run: str, services: Services) -> int:
     """Trainer processes of the run."""
     ledger = Ledger.open(services.database_url, pool=1, application="rollbook audit")
     with closing(ledger):
-        return ledger.call(runs.read, run).shares
+        return ledger.call(runs.read, run).config.trainer.ranks
 
 
 def _told(

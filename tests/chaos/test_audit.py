@@ -62,9 +62,9 @@ def test_past_steps_are_recomputed_exactly_and_what_changed_is_named(
 
     for name, value in services.environment().items():
         monkeypatch.setenv(name, value)
-    told = CliRunner().invoke(app, ["audit", run, "3", "--json"], standalone_mode=False)
+    told = CliRunner().invoke(app, ["audit", run, "3", "--json"])
     assert json.loads(told.stdout)[0]["exact"]
-    assert told.return_value == 0
+    assert told.exit_code == 0
 
     trained.do(
         "UPDATE segments SET logprobs = set_byte(logprobs, 0, get_byte(logprobs, 0) # 64) "
@@ -74,11 +74,11 @@ def test_past_steps_are_recomputed_exactly_and_what_changed_is_named(
     verdict = audit.step(run, services, 2)
     assert not verdict.exact
     assert verdict.differences == ("rollouts: log-probabilities of group 4.0 have changed since",)
-    told = CliRunner().invoke(app, ["audit", run], standalone_mode=False)
+    told = CliRunner().invoke(app, ["audit", run])
     assert "step 2" in told.stdout
     assert "DIFFERS" in told.stdout
     assert "group 4.0" in told.stdout.replace("\n", " ")
-    assert told.return_value == 1
+    assert told.exit_code == 1
 
 
 FLIP = "UPDATE segments SET {0} = set_byte({0}, 0, get_byte({0}, 0) # {1}) " + (
