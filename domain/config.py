@@ -270,6 +270,10 @@ class Trainer(Section):
     ranks: Positive = 1
     """Trainer processes, each with a share of the data, of which a step takes `tasks.batch_size`
     groups; so a step trains ranks times as many. Fixed when the run is created."""
+    readers: Positive = 1
+    """Ranks that read one share: the first of them plans and hands over, all hold the same rows, and
+    each computes a part of them. So more processes take a step of as many groups; there are ranks /
+    readers shares."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """`ddp`: every rank holds the whole model and its optimizer. `fsdp`: they are divided among the
     ranks (FSDP2), for models that do not fit one device with them."""
@@ -281,6 +285,11 @@ class Trainer(Section):
     Default: all cores, divided among the ranks."""
     exact: Literal["bits", "order"] = "bits"
     """`bits`: a replay must reproduce the weights; `order`: kernels are not deterministic."""
+
+    @property
+    def shares(self) -> int:
+        """Parts that the data is divided into."""
+        return self.ranks // self.readers
 
     @property
     def overlong(self) -> tuple[int, int] | None:

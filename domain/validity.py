@@ -193,6 +193,11 @@ def conflicts(c: "RunConfig") -> list[tuple[bool, str]]:
             f"trainer.importance = {t.importance} is no band around 1; write [low, high]",
         ),
         (
+            t.ranks % t.readers != 0,
+            f"trainer.ranks = {t.ranks} is no multiple of trainer.readers = {t.readers}: each share of "
+            "the data has as many readers; change one of them",
+        ),
+        (
             t.parallel == "fsdp" and t.ranks == 1,
             'trainer.parallel = "fsdp" divides the model among several ranks, and trainer.ranks = 1; '
             'raise trainer.ranks (--ranks), or leave parallel at "ddp"',

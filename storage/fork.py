@@ -133,9 +133,10 @@ def _create(tx: Tx, parent: Run, child: str, start: CheckpointRow, division: Div
 def _renamed(parent: Run, child: str, shares: int) -> RunConfig:
     config, trainer = parent.config, parent.config.trainer
     if shares != parent.shares:
+        ranks = shares * trainer.readers
         # One process holds everything by itself, and so does not divide it.
-        parallel = trainer.parallel if shares > 1 else "ddp"
-        trainer = trainer.model_copy(update={"ranks": shares, "parallel": parallel})
+        parallel = trainer.parallel if ranks > 1 else "ddp"
+        trainer = trainer.model_copy(update={"ranks": ranks, "parallel": parallel})
     return config.model_copy(update={"name": child, "trainer": trainer})
 
 

@@ -84,13 +84,13 @@ def create(
 ) -> None:
     """Insert the run (state `creating`), its shares and its partition of `segments`.
 
-    `shares` are as many as the run has trainer processes (`trainer.ranks`). `columns` are further columns of the row: a fork starts at its parent's step.
+    `shares` are as many as the configuration says, unless given. `columns` are further columns of the row: a fork starts at its parent's step.
 
     Raises:
         RunExists: the name is taken.
     """
     stored = config.model_dump(mode="json")
-    shares = config.trainer.ranks if shares is None else shares
+    shares = config.trainer.shares if shares is None else shares
     row = (
         settings.columns(config)
         | {

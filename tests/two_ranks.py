@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from domain.config import RunConfig
-from domain.errors import DataChanged, RollbookError, RunStopped
+from domain.errors import DataChanged, LedgerError, RollbookError, RunStopped
 from domain.ids import fold
 from domain.rollouts import Rollout, Segment, Status
 from trainer import determinism, folders, sharding
@@ -235,6 +236,34 @@ def narrow_weights(ranks: Ranks, folder: Path) -> None:
         tell(ranks, case, norm=norm, expected=expected, each=ranks.exchange("moved", told))
 
 
+def one_share(ranks: Ranks, folder: Path) -> None:
+    """Both ranks read one share: identical rows, each computing a part of them."""
+    readers = copy(ranks)
+    readers.readers = ranks.size
+    for name in ("mean, token-mean, ppo", "batch, rollout-mean, ppo", "kl and entropy"):
+        settings = SETTINGS[name] | {"rows": 1}
+        groups = SHARES["uneven"]()[0]
+        alone, expected = gradients(learner(folder, Ranks(), **settings), groups)
+        scale = max(float(g.abs().max()) for g in alone.values())
+        for parallel in PARALLEL:
+            trainer = learner(folder, readers, shard=parallel == "fsdp", **settings)
+            mine, told = gradients(trainer, groups)
+            worst = max(float((mine[n] - alone[n]).abs().max()) for n in alone) / scale
+            kept = {n for n in expected if not n.startswith(("time/", "tokens_per"))}
+            figures = {n: [told.get(n), expected[n]] for n in sorted(kept)}
+            tell(ranks, f"{parallel}; one share; {name}", worst=worst, figures=figures)
+    other = [group(0, 5), group(1, 5)]
+    trainer = learner(folder, readers)
+    before = weights_digest(trainer.policy.weights())
+    try:
+        trainer.step(Batch(groups=[other, list(reversed(other))][ranks.rank]), 0)
+        error = ""
+    except LedgerError as apart:
+        error = str(apart)
+    unmoved = weights_digest(trainer.policy.weights()) == before
+    tell(ranks, "other rows", answers=ranks.exchange("heard", [error, unmoved]))
+
+
 def failures(ranks: Ranks) -> None:
     def fail(which: int, error: Exception) -> Callable[[], None]:
         def act() -> None:
@@ -315,6 +344,7 @@ def main(arguments: Sequence[str]) -> None:
         minibatches(ranks, folder / str(ranks.rank))
         updates(ranks, folder / str(ranks.rank))
         narrow_weights(ranks, folder / str(ranks.rank))
+        one_share(ranks, folder / str(ranks.rank))
         failures(ranks)
         death(ranks)
 

@@ -7,7 +7,7 @@ several ranks is recomputed by as many processes, since the order of a sum is pa
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from hashlib import sha256
 from types import MappingProxyType
@@ -93,12 +93,15 @@ def replay(
     """
     with (
         closing(Ledger.open(services.database_url, pool=1, application=f"audit {run}")) as ledger,
-        Ranks.joined(environ, timeout_s=2 * PATIENCE_S) as ranks,
+        ExitStack() as stack,
     ):
         found = ledger.call(runs.read, run)
-        if found.shares != ranks.size:
+        readers = found.config.trainer.readers
+        joined = Ranks.joined(environ, timeout_s=2 * PATIENCE_S, readers=readers)
+        ranks = stack.enter_context(joined)
+        if (wanted := found.shares * readers) != ranks.size:
             raise LedgerError(
-                f"run {run} was trained by {found.shares} ranks, whose gradients {ranks.size} cannot "
+                f"run {run} was trained by {wanted} ranks, whose gradients {ranks.size} cannot "
                 f"add up in the same order; `rollbook audit {run}` starts as many as it takes"
             )
         final = found.next_step - 1 if last is None else last
@@ -164,7 +167,7 @@ def _replay(workshop: Workshop, found: Run, first: int | None, last: int) -> Ite
 
 def _compute(ledger: Ledger, run: Run, learner: Learner, number: int, version: int) -> bool:
     """Take this rank's part of the step; whether it moved the weights."""
-    share = learner.ranks.rank
+    share = learner.ranks.share
     plan = ledger.call(plans.read, run.id, number, share)
     determinism.seed_step(run.config.seed, number, share)
     rows = [(row.group, row.part) for row in plan.rows] if plan else []

@@ -1,6 +1,7 @@
 """Where the groups of a step come from: hand-over and plan at every poll, then their tokens.
 
-Each rank has a share of the data, of which it registers, submits and plans its own groups. The
+Each rank has a share of the data, of which it registers, submits and plans its own groups. Where
+several ranks read one share the first does so, and the others read its plan from the ledger. The
 ranks poll in step: a step goes on when every share has planned it, and the run ends when every
 share says so. A share that holds, waits or fails thereby holds, delays or fails the step for all.
 
@@ -63,12 +64,13 @@ class Consumer:
     @property
     def share(self) -> int:
         """Which part of the data is this rank's."""
-        return self.ranks.rank
+        return self.ranks.share
 
     def position(self) -> dict[str, Any]:
         """Where the next batch to draw begins; no share has drawn less."""
         drawn = min(
-            self.ledger.call(tasks.progress, self.run, share)[0] for share in range(self.ranks.size)
+            self.ledger.call(tasks.progress, self.run, share)[0]
+            for share in range(self.ranks.shares)
         )
         return self.stream.position(drawn)
 
@@ -82,6 +84,8 @@ class Consumer:
             DataChanged: another data set, order or seed, or a batch with other content.
         """
         self.stream.verify(position)
+        if self.ranks.reader != 0:
+            return
         drawn, _ = self.ledger.call(tasks.progress, self.run, self.share)
         first = int(position["batch"])
         if isinstance(self.stream, Share):
@@ -116,12 +120,12 @@ class Consumer:
         idled, looked = False, 0.0
         while True:
             answer = self.ranks.together("plan", lambda: self._poll(step))
-            votes = self.ranks.exchange("vote", _vote(answer))
+            votes = self.ranks.of_shares(self.ranks.exchange("vote", _vote(answer)))
             missing = [vote for vote in votes if vote[0] != "planned"]
-            if isinstance(answer, Planned) and not missing:
+            if not missing:
                 self.waits.over()
                 failpoints.reach("plan_done")
-                return answer
+                return self.ranks.together("read plan", partial(self._settled, step, answer))
             if all(kind == "end" for kind, _ in votes):
                 self.waits.over()
                 return End(votes[0][1])
@@ -145,9 +149,19 @@ class Consumer:
                 f"then `rollbook resume {self.run}`"
             )
 
-    def _poll(self, step: int) -> Planned | Waiting:
+    def _settled(self, step: int, answer: Planned | Waiting | None) -> Planned:
+        """The share's plan: what its first reader was answered, what the others read."""
+        plan = answer
+        if answer is None:
+            plan = self.ledger.call(plans.read, self.run, step, self.share)
+        assert isinstance(plan, Planned)
+        return plan
+
+    def _poll(self, step: int) -> Planned | Waiting | None:
         """Hand over and ask for the plan, once; why that failed is kept where others see it."""
         self.waits.check()
+        if self.ranks.reader != 0:
+            return None
         try:
             self.hand_over()
             failpoints.reach("plan_start")
@@ -201,11 +215,11 @@ class Consumer:
         return answer
 
 
-def _vote(answer: Planned | Waiting) -> tuple[str, str]:
+def _vote(answer: Planned | Waiting | None) -> tuple[str, str]:
     """An answer of PLAN as the other ranks see it: its kind and its reason."""
-    if isinstance(answer, Planned):
-        return "planned", ""
-    return answer.kind, answer.reason
+    if isinstance(answer, Waiting):
+        return answer.kind, answer.reason
+    return "planned", ""
 
 
 def _waits_for(missing: Sequence[tuple[str, str]]) -> tuple[Kind, str]:

@@ -87,12 +87,14 @@ def run(
             datasets.refuse_own_loop(config)
         ledger.patience_s = patience_s = patience_s or config.schedule.max_outage
         # A peer is waited for while it outlasts an outage, and not much longer.
-        ranks = stack.enter_context(Ranks.joined(environ, timeout_s=2 * (patience_s + lease_s)))
-        if found.state != "finished" and found.shares != ranks.size:
+        limit_s, readers = 2 * (patience_s + lease_s), config.trainer.readers
+        ranks = stack.enter_context(Ranks.joined(environ, timeout_s=limit_s, readers=readers))
+        wanted = found.shares * readers
+        if found.state != "finished" and wanted != ranks.size:
             raise ConfigError(
-                f"run {run} has {found.shares} shares of its data (trainer.ranks), and "
-                f"{ranks.size} trainer processes were started; start as many as it has shares, as "
-                f"`rollbook resume {run}` or torchrun --nproc-per-node {found.shares} does, or go on "
+                f"run {run} has {found.shares} shares of its data with {readers} readers each "
+                f"(trainer.ranks = {wanted}), and {ranks.size} trainer processes were started; start "
+                f"{wanted}, as `rollbook resume {run}` or torchrun --nproc-per-node {wanted} does, or go on "
                 f"with another number from a durable step: `rollbook resume {run} --ranks "
                 f"{ranks.size}`"
             )
@@ -126,7 +128,7 @@ def _train(
         log.warning("run %s: %s", found.id, risk)
     if (before := found.world.get("shares_before")) is not None:
         log.warning("run %s: %s", found.id, other_bits(before, found.shares, found.first_step))
-    opened = partial(_share, stream, found, ranks.rank)
+    opened = partial(_share, stream, found, ranks.share)
     try:
         share = ranks.together("data", opened)
         if found.state == "creating":

@@ -25,6 +25,7 @@ and the number of columns that stand for one, and `image_sha256 [n, 32]`, its di
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
@@ -185,6 +186,16 @@ def pack(
         culprit = rollouts[int(packed["rollout_index"][row, column])]
         raise ValueError(f"{_name(culprit)} has a log-probability that is not finite")
     return packed
+
+
+def rows_digest(packed: Packed) -> bytes:
+    """SHA-256 of the packed rows: of every array its name, kind, shape and bytes."""
+    digest = sha256()
+    for name in sorted(packed):
+        array = np.ascontiguousarray(packed[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.digest()
 
 
 def _age(current: int | None, bound: int | None, policy: StalePolicy) -> _Age | None:

@@ -60,10 +60,13 @@ class RankBroken(RuntimeError):
 class Ranks:
     """This process among the trainer processes of a run."""
 
-    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
-        """By default the only one; `joined` makes the others."""
+    def __init__(
+        self, rank: int = 0, size: int = 1, store: Store | None = None, *, readers: int = 1
+    ) -> None:
+        """By default the only one; `joined` makes the others. `readers` of them in a row read one share."""
         self.rank = rank
         self.size = size
+        self.readers = readers
         self.apart = False
         """Whether collectives are over: a failure could not be voted on, each leaves by itself."""
         self._store = store
@@ -71,12 +74,15 @@ class Ranks:
 
     @classmethod
     @contextmanager
-    def joined(cls, environ: Mapping[str, str], *, timeout_s: float) -> Iterator[Self]:
+    def joined(
+        cls, environ: Mapping[str, str], *, timeout_s: float, readers: int = 1
+    ) -> Iterator[Self]:
         """Meet the other ranks that torchrun started; alone where it started none.
 
         Args:
             environ: torchrun's variables, or none of them.
             timeout_s: longest wait for a peer in any collective.
+            readers: ranks that read one share of the data (`trainer.readers`).
 
         Raises:
             ConfigError: some of the variables are missing.
@@ -92,7 +98,7 @@ class Ranks:
         die_with_parent()
         limit = timedelta(seconds=timeout_s)
         store, rank, size = next(rendezvous("env://", timeout=limit))
-        ranks = cls(rank, size, store)
+        ranks = cls(rank, size, store, readers=readers)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -101,6 +107,25 @@ class Ranks:
             yield ranks
         finally:
             dist.destroy_process_group()
+
+    @property
+    def share(self) -> int:
+        """Which part of the data this rank reads."""
+        return self.rank // self.readers
+
+    @property
+    def shares(self) -> int:
+        """Parts of the data."""
+        return self.size // self.readers
+
+    @property
+    def reader(self) -> int:
+        """Which reader of its share this is; the first plans for all of them."""
+        return self.rank % self.readers
+
+    def of_shares(self, answers: Sequence[T]) -> list[T]:
+        """Of everyone's answers, those of each share's first reader."""
+        return list(answers[:: self.readers])
 
     def together(self, what: str, act: Callable[[], T]) -> T:
         """Do something on every rank at once; each gets its own result, or all the same error.

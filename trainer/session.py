@@ -228,7 +228,8 @@ class Session:
         """Book the step on rank 0; every rank logs its own part of it."""
         waited = self.workshop.waits.take()
         digest = self._digest(plan.step)
-        shares = self.ranks.exchange("waits", booking.of_share(plan, waited))
+        parts = self.ranks.exchange("waits", booking.of_share(plan, waited))
+        shares = self.ranks.of_shares(parts)
         booked = self.ranks.first("apply", partial(self._book, plan, outcome, digest, shares))
         _tell(plan, outcome, waited)
         failpoints.reach("apply_done")

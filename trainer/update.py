@@ -7,7 +7,8 @@ same plan are bit-equal.
 
 Of several ranks each computes its own rows. What decides about the step (is there a gradient, how
 much mass does the loss have) is decided over all of them, and the gradients are added up before
-they are clipped, so that the step is that of one process with everybody's rows. Where the weights
+they are clipped, so that the step is that of one process with everybody's rows. The readers of one
+share hold the same rows, and each computes its part of their micro-batches. Where the weights
 are sharded too, each rank makes as many passes through the network as the one with the most rows.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from domain import failpoints
 from domain.config import RunConfig
+from domain.errors import LedgerError
 from trainer import metrics as figures
 from trainer.batch import Batch
 from trainer.logprobs import Scores
@@ -30,7 +32,7 @@ from trainer.mismatch import log_ratio, of_tokens
 from trainer.model import Policy
 from trainer.objective import KL, Entropy, loss_mass, policy_loss, pool_metrics, usable_gradient
 from trainer.optimizer import Optimizer, learning_rate
-from trainer.packing import Packed, blank
+from trainer.packing import Packed, blank, rows_digest
 from trainer.ranks import Ranks
 
 Cause = Literal["empty", "no_usable_gradient", "nothing_left", "zero_gradient", "not_finite"]
@@ -91,6 +93,7 @@ class Learner:
         started = time.monotonic()
         pool = self._pool(batch)
         packed = ranks.together("pack", lambda: batch.pack(self.config, version, pool=pool))
+        self._ensure_same_rows(packed)
         told = self._figures(batch, packed, version)
         coefficients = (self.config.trainer.kl_coefficient, self.config.trainer.entropy_coefficient)
         if not ranks.any("usable", usable_gradient(packed, *coefficients)):
@@ -113,14 +116,34 @@ class Learner:
         if self.config.trainer.estimator != "batch" or self.ranks.size == 1:
             return None
         parts = self.ranks.gather("judge", lambda: asdict(batch.pool(self.config)))
-        return Pool.together([Pool(**part) for part in parts])
+        return Pool.together([Pool(**part) for part in self.ranks.of_shares(parts)])
+
+    def _ensure_same_rows(self, packed: Packed) -> None:
+        """Compare what the readers of a share have packed, before any of them computes.
+
+        Raises:
+            LedgerError: they differ; the digests are named, and nothing was trained.
+        """
+        readers = self.ranks.readers
+        if readers == 1:
+            return
+        digests = self.ranks.exchange("rows", rows_digest(packed).hex())
+        for share in range(self.ranks.shares):
+            of_share = digests[share * readers : (share + 1) * readers]
+            if len(set(of_share)) > 1:
+                raise LedgerError(
+                    f"the readers of share {share} have packed other rows than each other: "
+                    f"{', '.join(digest[:16] for digest in of_share)}; see that all of them run the "
+                    "same code and read the same ledger, then resume the run"
+                )
 
     def _figures(self, batch: Batch, packed: Packed, version: int) -> dict[str, float]:
         mine = batch.figures(self.config, packed, version)
         if self.ranks.size == 1:
             return mine
         weights = batch.weights(self.config, packed)
-        return figures.pool(self.ranks.exchange("figures", (mine, weights)))
+        parts = self.ranks.exchange("figures", (mine, weights))
+        return figures.pool(self.ranks.of_shares(parts))
 
     def _descend(self, packed: Packed, version: int) -> Outcome:
         """The step's optimizer updates, over disjoint parts of its rows."""
@@ -292,11 +315,12 @@ class Learner:
         )
 
     def _micros(self, packed: Packed, rows: range, most: range) -> list[_Micro]:
-        """The micro-batches of some rows; of sharded weights as many as the rank with most rows has."""
-        size = self.config.trainer.rows
-        micros = [self._micro(packed, rows[i : i + size]) for i in range(0, len(rows), size)]
+        """This reader's micro-batches of some rows; of sharded weights as many as any rank has."""
+        size, ranks = self.config.trainer.rows, self.ranks
+        mine = range(ranks.reader * size, len(rows), ranks.readers * size)
+        micros = [self._micro(packed, rows[i : i + size]) for i in mine]
         if self.policy.sharded:
-            missing = math.ceil(len(most) / size) - len(micros)
+            missing = math.ceil(len(most) / size / ranks.readers) - len(micros)
             supports = packed.get("support_ids")
             nothing = blank(1, 1, None if supports is None else supports.shape[1])
             micros += [self._micro(nothing, range(1)) for _ in range(missing)]

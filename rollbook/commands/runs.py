@@ -8,7 +8,7 @@ import typer
 
 from domain import holders
 from domain.config import RunConfig
-from domain.errors import RunExists, RunHeld
+from domain.errors import ConfigError, RunExists, RunHeld
 from domain.risks import acknowledged
 from domain.services import VARIABLES
 from domain.shares import other_bits
@@ -114,8 +114,9 @@ def resume(
             _refuse_held(ledger, found)
         what = f"goes on at step {found.next_step}"
         before = found.shares
-        if from_step is not None or ranks not in (None, before):
-            found = _fork(ledger, name, from_step, ranks, force=force)
+        shares = _shares(found.config, ranks)
+        if from_step is not None or shares != before:
+            found = _fork(ledger, name, from_step, shares, force=force)
             what = f"goes on from step {found.first_step} of {name}, which is closed"
             if found.shares != before:
                 what += f"; {other_bits(before, found.shares, found.first_step)}"
@@ -224,14 +225,27 @@ def _refuse_held(ledger: Ledger, run: Run) -> None:
         )
 
 
-def _fork(ledger: Ledger, name: str, step: int | None, ranks: int | None, *, force: bool) -> Run:
+def _shares(config: RunConfig, ranks: int | None) -> int:
+    """Shares of the data that so many ranks read; default: those there are."""
+    readers = config.trainer.readers
+    if ranks is None:
+        return config.trainer.shares
+    if ranks % readers:
+        raise ConfigError(
+            f"--ranks {ranks} is no multiple of trainer.readers = {readers}: each share of the data "
+            "has as many readers"
+        )
+    return ranks // readers
+
+
+def _fork(ledger: Ledger, name: str, step: int | None, shares: int, *, force: bool) -> Run:
     """Close the run and create its child at a durable step, all or nothing."""
 
     def rewind(tx: Tx) -> Run:
         present = ledger_runs.holder(tx, name)
         free = force or (present is not None and holders.is_gone(present))
         epoch = ledger_runs.take_over(tx, name, holders.here(), lease_s=_FORK_S, force=free)
-        return ledger_runs.read(tx, fork.fork(tx, name, epoch, step, shares=ranks))
+        return ledger_runs.read(tx, fork.fork(tx, name, epoch, step, shares=shares))
 
     return ledger.call(rewind)
 

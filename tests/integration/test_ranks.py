@@ -52,11 +52,11 @@ def create(ledger: Ledger, folder: Path, **sections: Any) -> str:
 
 @contextmanager
 def started(
-    name: str, services: Services, *, program: Path = TRAIN_ONCE, **environ: str
+    name: str, services: Services, *, program: Path = TRAIN_ONCE, ranks: int = 2, **environ: str
 ) -> "Iterator[subprocess.Popen[str]]":
-    """torchrun with two ranks of a program, as `rollbook run` starts the trainer."""
+    """torchrun with the ranks of a program, as `rollbook run` starts the trainer."""
     process = subprocess.Popen(
-        [sys.executable, *torchrun(2), str(program), name],
+        [sys.executable, *torchrun(ranks), str(program), name],
         env=os.environ | services.environment() | {"OMP_NUM_THREADS": "1"} | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -69,8 +69,8 @@ def started(
         process.communicate()
 
 
-def train(name: str, services: Services) -> None:
-    with started(name, services) as process:
+def train(name: str, services: Services, *, ranks: int = 2) -> None:
+    with started(name, services, ranks=ranks) as process:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output[-4000:]
 
@@ -195,7 +195,7 @@ def test_a_step_of_two_ranks_is_audited_by_two_processes(
             env=os.environ | around.environment() | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,
             check=False,
         )
         return done.returncode, done.stdout + done.stderr[-4000:]
@@ -214,6 +214,36 @@ def test_a_step_of_two_ranks_is_audited_by_two_processes(
     assert code == 1, told
     assert "DIFFERS" in told
     assert "rewards and statuses of group" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_readers_of_a_share_train_the_plans_of_one(
+    around: Services, ledger: Ledger, tmp_path: Path, ranks: int
+) -> None:
+    """A mesh of 1 x 2 and one of 2 x 2: shares by readers."""
+    trainer = {"rows": 1, "ranks": ranks // 2}
+    one = create(ledger, tmp_path / "a", trainer=trainer)
+    two = create(ledger, tmp_path / "b", trainer=trainer | {"ranks": ranks, "readers": 2})
+    with Fleet(around, tmp_path / "engine"):
+        train(one, around, ranks=ranks // 2)
+        train(two, around, ranks=ranks)
+    assert ledger.call(runs.read, two).shares == ranks // 2
+    with ledger.transaction() as tx:
+        found = [
+            tx.execute(
+                "SELECT s.step, s.groups, (s.metrics->>'loss')::float8 AS loss, "
+                "(s.metrics->>'grad_norm')::float8 AS norm, ARRAY(SELECT (share, group_id) FROM "
+                "queue q WHERE (q.run_id, q.step) = (s.run_id, s.step) ORDER BY share, pos)::text "
+                "AS plan FROM steps s WHERE run_id = %s ORDER BY step",
+                (name,),
+            ).fetchall()
+            for name in (one, two)
+        ]
+    for alone, shared in zip(*found, strict=True):
+        for key in ("loss", "norm"):
+            assert shared.pop(key) == pytest.approx(alone.pop(key), rel=1e-3, abs=1e-5)
+        assert shared == alone
 
 
 def test_a_run_of_two_shares_refuses_a_single_trainer(

@@ -89,6 +89,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"schedule": {"filter_zero_variance": True}, "trainer": {"estimator": "batch"}},
         "still teach",
     ),
+    "readers": ({"trainer": {"ranks": 3, "readers": 2}}, "no multiple of trainer.readers"),
     "divided alone": ({"trainer": {"parallel": "fsdp"}}, "raise trainer.ranks"),
     "standardize": ({"trainer": {"standardize": True}}, 'applies to estimator "batch" only'),
     "band": ({"trainer": {"importance": [2.0, 3.0]}}, "no band around 1"),

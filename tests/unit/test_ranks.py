@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,30 @@ def test_narrow_weights_are_trained_in_the_precision_of_their_masters(
         assert rank["masters"]
         assert rank["kinds"] == ["torch.float32"]
         assert rank["weights"] < 0.2  # most of them are too coarse to move
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_readers_of_one_share_take_the_step_of_one_process(
+    told: dict[str, dict[str, Any]], parallel: str
+) -> None:
+    cases = [case for name, case in told.items() if name.startswith(f"{parallel}; one share")]
+    assert len(cases) == 3
+    for case in cases:
+        assert case["worst"] < 1e-6
+        for figure, (pooled, alone) in case["figures"].items():
+            assert pooled == pytest.approx(alone, rel=1e-6, abs=1e-9), figure
+
+
+def test_readers_of_one_share_refuse_other_rows_than_each_others(
+    told: dict[str, dict[str, Any]],
+) -> None:
+    (first, *rest) = told["other rows"]["answers"]
+    assert rest == [first]
+    error, unmoved = first
+    assert re.search(
+        r"readers of share 0 have packed other rows.*: [0-9a-f]{16}, [0-9a-f]{16};", error
+    )
+    assert unmoved
 
 
 @pytest.mark.parametrize("where", ["on rank 0", "on rank 1", "its consequence"])
