@@ -23,6 +23,15 @@ from trainer import loop
 from trainer.session import Trained
 
 QUEUE = "policy-runs"
+CACHED = """
+SELECT s.step, (s.metrics->>'sampling/cached_prompt_fraction')::float8 AS told,
+    sum(g.cached_prompt_tokens)::float8 / sum(g.context_start + g.prompt_tokens) AS recorded
+FROM steps s JOIN queue q ON (q.run_id, q.step) = (s.run_id, s.step) AND q.state = 'trained'
+JOIN attempts a ON (a.run_id, a.group_id, a.part) = (q.run_id, q.group_id, q.part) AND a.member
+JOIN segments g ON (g.run_id, g.group_id, g.sample, g.attempt)
+    = (a.run_id, a.group_id, a.sample, a.attempt)
+WHERE s.run_id = %(run)s GROUP BY s.step, s.metrics ORDER BY s.step"""
+"""Of each step: the share of cached prompt tokens that its record tells, and that of its segments."""
 
 
 class Wanderer(Env):

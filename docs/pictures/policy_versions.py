@@ -31,7 +31,10 @@ from storage.database import Ledger
 
 HERE = Path(__file__).parent
 COLOURS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#c2a900", "#e8743b", "#b5305c", "#7a7a7a")
+AGE_COLOURS = ("#a9d3e8", "#4292c6", "#084a91")
 STEPS = 7
+GROUPS = 10
+"""How many of each run are drawn."""
 BOUND = 2
 SLOW = 4
 """One task in so many takes its time."""
@@ -117,10 +120,20 @@ class Drawing:
             'stroke-dasharray="3 2"/>'
         )
 
-    def text(self, x: float, y: float, words: str, *, size: int = 12, colour: str = "#222") -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: int = 12,
+        colour: str = "#222",
+        bold: bool = False,
+    ) -> None:
         """Words that begin at a point."""
+        weight = ' font-weight="bold"' if bold else ""
         self.shapes.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}">{words}</text>'
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}"{weight}>{words}</text>'
         )
 
     def save(self, path: Path) -> None:
@@ -178,35 +191,67 @@ FROM steps t WHERE t.run_id = %(run)s ORDER BY 1"""
 def draw_timelines(ledger: Ledger) -> None:
     """Pinned against per-segment sampling: who sampled what, when, with which version."""
     panels = {
-        'sampling_policy = "trajectory": a rollout keeps the version it began with': "picture-wait",
-        'sampling_policy = "segment": each request takes the newest version': "picture-segment",
+        "picture-wait": (
+            'sampling_policy = "trajectory"',
+            "a rollout keeps the version it began with, whatever is served meanwhile: one colour",
+        ),
+        "picture-segment": (
+            'sampling_policy = "segment"',
+            "each request takes the newest version that the KV bound allows: colours change",
+        ),
     }
-    left, wide, row, shown = 60, 820, 7, 40
-    drawing = Drawing(left + wide + 30, len(panels) * (shown * row + 78) + 30)
-    top = 30
-    for title, run in panels.items():
-        bars = rows(ledger, SEGMENTS, run)
-        order = list(dict.fromkeys((b["group_id"], b["sample"]) for b in bars))[:shown]
-        bars = [b for b in bars if (b["group_id"], b["sample"]) in order]
+    left, wide, row = 30, 850, 13
+    bars_of = {run: _shown(rows(ledger, SEGMENTS, run)) for run in panels}
+    count = max(len({(b["group_id"], b["sample"]) for b in bars}) for bars in bars_of.values())
+    drawing = Drawing(left + wide + 30, len(panels) * (count * row + 104) + 40)
+    seen = {v for bars in bars_of.values() for b in bars for v in b["version_spans"][::2]}
+    drawing.text(
+        left, 22, "a bar is a rollout, a cut in it the end of a request; sampled by", size=12
+    )
+    for n, version in enumerate(sorted(seen)):
+        drawing.box(left + 372 + 90 * n, 12, 12, 12, _of_version(version))
+        drawing.text(left + 388 + 90 * n, 22, f"version {version}")
+    top = 56
+    for run, (title, means) in panels.items():
+        bars = bars_of[run]
+        order = list(dict.fromkeys((b["group_id"], b["sample"]) for b in bars))
         end = max(b["stop"] for b in bars)
-        drawing.text(left, top, title, size=14)
-        foot = top + 26 + len(order) * row
+        drawing.text(left, top, title, size=15, bold=True)
+        drawing.text(left, top + 18, means)
+        head, foot = top + 46, top + 52 + len(order) * row
         for served in rows(ledger, SERVED, run):
-            if 0 <= served["at"] <= end:
+            if 0 <= served["at"] <= 0.97 * end:
                 x = left + wide * served["at"] / end
-                drawing.line(x, top + 20, foot, COLOURS[served["version"] % len(COLOURS)])
-                drawing.text(x + 2, top + 18, f"v{served['version']}", size=10)
+                drawing.line(x, head - 6, foot, _of_version(served["version"]))
+                words = f"version {served['version']} is served"
+                drawing.text(x + 3, head - 8, words, size=10, colour=_of_version(served["version"]))
         for bar in bars:
-            y = top + 26 + order.index((bar["group_id"], bar["sample"])) * row
+            y = head + 4 + order.index((bar["group_id"], bar["sample"])) * row
             x, w = left + wide * bar["start"] / end, wide * (bar["stop"] - bar["start"]) / end
             for version, share, at in _spans(bar["version_spans"], bar["tokens"]):
-                what = f"group {bar['group_id']} sample {bar['sample']}, v{version}"
-                colour = COLOURS[version % len(COLOURS)]
-                drawing.box(x + w * at, y, w * share, row - 2, colour, title=what)
-        drawing.text(4, top + 40, "rollouts", size=11)
-        drawing.text(left, foot + 14, f"seconds: 0 to {end:.1f}", size=11)
-        top = foot + 44
+                what = f"group {bar['group_id']} sample {bar['sample']}, version {version}"
+                cut = 1.0 if w * share > 3 else 0.0
+                drawing.box(
+                    x + w * at, y, w * share - cut, row - 3, _of_version(version), title=what
+                )
+        drawing.text(left + wide - 110, foot + 12, f"time: {end:.0f} seconds →", size=11)
+        top += count * row + 104
     drawing.save(HERE / "pinned-or-per-segment.svg")
+
+
+def _of_version(version: int) -> str:
+    return COLOURS[version % len(COLOURS)]
+
+
+def _shown(bars: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Two rollouts of each of the first groups, in the order in which they began."""
+    groups = list(dict.fromkeys(b["group_id"] for b in bars))[:GROUPS]
+    chosen = [b for b in bars if b["group_id"] in groups and b["sample"] < 2]
+    began = {
+        (b["group_id"], b["sample"]): b["start"]
+        for b in sorted(chosen, key=lambda b: -float(b["start"]))
+    }
+    return sorted(chosen, key=lambda b: (began[b["group_id"], b["sample"]], b["seq"]))
 
 
 def _spans(spans: Sequence[int], tokens: int) -> Iterator[tuple[int, float, float]]:
@@ -220,40 +265,59 @@ def _spans(spans: Sequence[int], tokens: int) -> Iterator[tuple[int, float, floa
 def draw_ages(ledger: Ledger) -> None:
     """Wait against mask: how old the tokens of each step were, and which of them trained."""
     panels = {
-        f'stale_policy = "wait", max_staleness = {BOUND}: every token trains; the trainer holds '
-        "where it must": "picture-wait",
-        f'stale_policy = "mask_span", max_staleness = {BOUND}: no hold; older tokens (hatched) '
-        "leave the loss": "picture-mask",
+        "picture-wait": (
+            f'stale_policy = "wait", max_staleness = {BOUND}',
+            "every token trains: the trainer holds its update for a group that would grow too old",
+        ),
+        "picture-mask": (
+            f'stale_policy = "mask_span", max_staleness = {BOUND}',
+            "the trainer never holds: tokens that have grown too old were sampled for nothing",
+        ),
     }
-    left, wide, tall = 60, 820, 190
-    drawing = Drawing(left + wide + 30, len(panels) * (tall + 96) + 30)
-    top = 30
-    for title, run in panels.items():
+    left, wide, tall = 30, 850, 170
+    drawing = Drawing(left + wide + 30, len(panels) * (tall + 134) + 40)
+    drawing.text(left, 22, "a bar is the tokens of a step, by how many versions old they are:")
+    legend = [
+        *((AGE_COLOURS[n], f"{n}") for n in range(BOUND + 1)),
+        ("url(#old)", "more: not trained"),
+    ]
+    for n, (colour, words) in enumerate(legend):
+        drawing.box(left + 384 + 44 * n, 12, 12, 12, colour)
+        drawing.text(left + 400 + 44 * n, 22, words)
+    top = 56
+    for run, (title, means) in panels.items():
         ages = rows(ledger, AGES, run)
-        waited = {r["step"]: r for r in rows(ledger, WAITED, run)}
-        most = max(sum(r["tokens"] for r in ages if r["step"] == s) for s in waited)
-        drawing.text(left, top, title, size=14)
-        base, place = top + 20 + tall, wide / len(waited)
-        for step, wait in waited.items():
-            x, y = left + place * step, base
-            for r in (r for r in ages if r["step"] == step):
+        steps = rows(ledger, WAITED, run)
+        most = max(sum(r["tokens"] for r in ages if r["step"] == s["step"]) for s in steps)
+        drawing.text(left, top, title, size=15, bold=True)
+        drawing.text(left, top + 18, means)
+        base, place = top + 36 + tall, wide / len(steps)
+        for at, step in enumerate(steps):
+            x, y = left + place * at, base
+            trained = False
+            for r in (r for r in ages if r["step"] == step["step"]):
                 h = tall * r["tokens"] / most
                 y -= h
                 old = run == "picture-mask" and r["age"] > BOUND
-                colour = "url(#old)" if old else COLOURS[r["age"] % len(COLOURS)]
-                what = f"step {step}: {r['tokens']} tokens of v{r['version']}, age {r['age']}"
-                drawing.box(x + 6, y, place - 30, h, colour, title=what)
-                if h > 11:
-                    ink = "#222" if old else "white"
-                    drawing.text(x + 10, y + 11, f"age {r['age']}", size=10, colour=ink)
-            drawing.text(x + 6, base + 14, f"step {step}", size=11)
-            if wait["binding"] is not None:
-                held = f"held {wait['held']:.1f} s"
-                drawing.text(x + 6, base + 28, held, size=10, colour="#b5305c")
-                who = f"by group {wait['binding']}"
-                drawing.text(x + 6, base + 40, who, size=10, colour="#b5305c")
-        drawing.text(4, top + 40, "tokens", size=11)
-        top = base + 66
+                trained |= not old
+                colour = "url(#old)" if old else AGE_COLOURS[min(r["age"], BOUND)]
+                what = (
+                    f"step {step['step']}: {r['tokens']} tokens of v{r['version']}, age {r['age']}"
+                )
+                drawing.box(x, y, place - 26, h, colour, title=what)
+                if h > 13:
+                    ink = "white" if not old and r["age"] else "#222"
+                    drawing.text(
+                        x + 5, y + 13, f"{r['tokens']} of age {r['age']}", size=11, colour=ink
+                    )
+            drawing.text(x, base + 15, f"step {step['step']}", size=12)
+            if step["binding"] is not None:
+                who = step["binding"]
+                drawing.text(x, base + 30, f"held {step['held']:.1f} s", size=11, colour="#b5305c")
+                drawing.text(x, base + 43, f"for group {who}", size=11, colour="#b5305c")
+            if not trained:
+                drawing.text(x, base + 30, "no update", size=11, colour="#b5305c")
+        top += tall + 134
     drawing.save(HERE / "wait-or-mask.svg")
 
 

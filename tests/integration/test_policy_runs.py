@@ -13,7 +13,7 @@ import pytest
 from domain.services import Services
 from storage.database import upgrade
 from storage.objects import ObjectStore
-from tests.policy_runs import Processes, Wanderer, processes
+from tests.policy_runs import CACHED, Processes, Wanderer, processes
 
 MASK = {"stale_policy": "mask_span", "allow_trajectory_loss": True}
 LAG = "SELECT coalesce(max(lag), 0) FROM queue WHERE run_id = %(run)s AND state = 'trained'"
@@ -69,7 +69,10 @@ def test_segment_with_hold_extends_old_prefixes_within_the_bound(running: Proces
     extended = """SELECT count(*) FROM segments WHERE run_id = %(run)s
         AND kv_version < oldest_version AND cached_prompt_tokens > 0"""
     assert run.value(extended) > 0
-    assert max(s.metrics["sampling/cached_prompt_fraction"] for s in run.steps) > 0
+    told = run.rows(CACHED)
+    assert [step["step"] for step in told] == list(range(6))
+    assert [step["told"] for step in told] == pytest.approx([step["recorded"] for step in told])
+    assert max(step["told"] for step in told) > 0
 
 
 def test_segment_with_refill_follows_the_newest_version(running: Processes) -> None:

@@ -42,6 +42,7 @@ def test_salts_and_versions_never_share(store: Prefixes) -> None:
     assert tokens(store, IDS, version=4) == 0
     assert tokens(store, IDS, version=2, stale=5) == 0  # newer weights are never old KV
     assert store.find("other", 3, 0, chain("s", IDS)) is None
+    assert store.find("other", 4, 1, chain("s", IDS)) is None  # nor does a bound let runs share
 
 
 def test_older_kv_is_extended_only_within_the_bound(store: Prefixes) -> None:

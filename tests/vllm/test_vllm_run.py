@@ -17,6 +17,7 @@ from psycopg.rows import dict_row
 from domain.config import TinyModel
 from rollbook.root import ROOT
 from rollbook.stack.stack import Stack
+from tests.policy_runs import CACHED
 from tests.vllm.lab import QWEN3
 from trainer import folders
 
@@ -43,12 +44,26 @@ rank = 4
 """
 """One adapter a version; rollouts keep the version they began with."""
 
+PADDED = """
+import reverse3
+
+from rollbook import PromptSource, Task
+
+
+def train():
+    return [Task(t.id, {**t.data, "prompt": "0" * 40 + t.data["prompt"]}) for t in reverse3.train()]
+
+
+source = PromptSource(reverse3.reward)
+"""
+"""Prompts longer than the blocks in which vLLM caches; each turn is sampled in two requests."""
+
 TOML = """
 name = "{name}"
 steps = {steps}
 [tasks]
-source = "reverse3:source"
-dataset = "reverse3:train"
+source = "padded:source"
+dataset = "padded:train"
 batch_size = 4
 [groups]
 size = 4
@@ -57,8 +72,9 @@ ahead = 1
 max_lag = 1
 [budget]
 max_turns = 1
-max_generated_tokens = 4
-max_context_tokens = 16
+max_generated_tokens = 6
+max_context_tokens = 64
+segment_tokens = 3
 [trainer]
 width = 64
 rows = 8
@@ -84,6 +100,7 @@ def state() -> Iterator[Path]:
 def run(state: Path, root: Path, name: str, extra: str) -> list[dict[str, Any]]:
     """Run it to its end; every segment, with the metrics of the steps beside them."""
     shutil.copy(ROOT / "examples" / "reverse3.py", root)
+    (root / "padded.py").write_text(PADDED)
     path = root / "run.toml"
     path.write_text(TOML.format(name=name, steps=STEPS) + extra)
     done = subprocess.run(
@@ -108,6 +125,10 @@ def run(state: Path, root: Path, name: str, extra: str) -> list[dict[str, Any]]:
         first = connection.execute("SELECT metrics FROM steps WHERE step = 0").fetchone()
         assert first is not None
         assert first["metrics"]["drift/mean"] < 1e-4, json.dumps(first["metrics"], indent=1)
+        cached = connection.execute(CACHED, {"run": name}).fetchall()
+        assert [step["step"] for step in cached] == list(range(STEPS))
+        assert all(step["told"] == pytest.approx(step["recorded"]) for step in cached)
+        assert all(0 < step["told"] < 1 for step in cached), cached
         return connection.execute(
             "SELECT oldest_version, newest_version, kv_version FROM segments"
         ).fetchall()
