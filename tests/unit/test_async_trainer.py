@@ -1,5 +1,7 @@
 """Every parameter of `RolloutEngine` and `AsyncTrainer` reaches the configuration that runs."""
 
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -69,74 +71,159 @@ def test_the_defaults_are_those_of_the_signature() -> None:
 SEGMENT = {"sampling_policy": "segment", "kv_cache": KVCache(max_staleness=1)}
 REFILL = KVCache(max_staleness=1, on_limit="refill", allow_reprefill=True)
 MASK = {"stale_policy": "mask_span", "allow_trajectory_loss": True}
+QUORUM = GroupCompletion(mode="deadline", min_members=3, max_straggler_tokens=5)
 
 
-@pytest.mark.parametrize(
-    ("of_engine", "of_trainer", "path", "value"),
-    [
-        ({"temperature": 0.7}, {}, "sampling.temperature", 0.7),
-        ({"top_k": 2, "top_p": 0.9}, {}, "sampling.top_p", 0.9),
-        ({"top_k": 2, "min_p": 0.1}, {}, "sampling.min_p", 0.1),
-        ({"top_k": 2}, {}, "sampling.top_k", 2),
-        ({"top_k": 2}, {}, "trainer.support_capacity", 128),
-        ({"seed": 5}, {}, "seed", 5),
-        ({"sample_timeout": 9.0}, {}, "groups.timeout", 9.0),
-        ({"environment_timeout": 3.0}, {}, "groups.environment_timeout", 3.0),
-        (SEGMENT, {}, "sampling.policy", "segment"),
-        ({**SEGMENT, "kv_cache": REFILL}, {}, "sampling.kv_cache.on_limit", "refill"),
-        ({"budget": Budget(max_turns=3)}, {}, "budget.max_turns", 3),
-        ({"budget": Budget(max_generated_tokens=9)}, {}, "budget.max_generated_tokens", 9),
-        ({"budget": Budget(max_context_tokens=32)}, {}, "budget.max_context_tokens", 32),
-        ({"budget": Budget(segment_tokens=8)}, {}, "budget.segment_tokens", 8),
-        ({"budget": Budget(final_answer_reserve=8)}, {}, "budget.final_answer_reserve", 8),
-        ({"budget": Budget(tool_output_tokens=8)}, {}, "budget.tool_output_tokens", 8),
-        ({"budget": Budget(max_turn_tokens=8)}, {}, "budget.max_turn_tokens", 8),
-        ({"budget": Budget(max_images=1)}, {}, "budget.max_images", 1),
-        ({}, {"advantage": GroupCentered(standardize=False)}, "trainer.estimator", "mean"),
-        ({}, {"advantage": LeaveOneOut()}, "trainer.estimator", "rloo"),
-        ({}, {"advantage": Batchwise(standardize=True)}, "trainer.estimator", "batch"),
-        ({}, {"advantage": Batchwise(standardize=True)}, "trainer.standardize", True),
-        ({}, {"loss": "cispo"}, "trainer.loss", "cispo"),
-        ({}, {"loss": Loss(importance=(0.5, 2.0))}, "trainer.importance", (0.5, 2.0)),
-        ({}, {"loss": Loss(kl_coefficient=0.1)}, "trainer.kl_coefficient", 0.1),
-        ({}, {"max_staleness": 3}, "schedule.max_lag", 3),
-        ({}, {"max_staleness": 5}, "engine.max_resident", 7),
-        ({}, MASK, "schedule.stale_policy", "mask_span"),
-        ({}, {**MASK, "order": "admission"}, "schedule.order", "admission"),
-        ({}, {"ahead": 2}, "schedule.ahead", 2),
-        ({}, {"sync_every": 2}, "schedule.sync_every", 2),
-        ({}, {"minibatches": 2}, "trainer.minibatches", 2),
-        ({}, {"rows": 3}, "trainer.rows", 3),
-        ({}, {"checkpoint_every": 4}, "checkpoint.every", 4),
-        ({}, {"truncation": "zero"}, "trainer.truncation", "zero"),
-        ({}, {"group_size": 3}, "groups.size", 3),
+LOSS: dict[str, Any] = {
+    "kind": "gspo",
+    "aggregation": "rollout-mean",
+    "sequence_mask": (0.5, 2.0),
+    "epsilon_low": 0.1,
+    "epsilon_high": 0.3,
+    "dual_clip": None,
+    "kl": "k1",
+    "entropy_coefficient": 0.1,
+}
+ADAMW: dict[str, Any] = {
+    "lr": 0.5,
+    "warmup_steps": 2,
+    "schedule": "linear",
+    "betas": (0.8, 0.9),
+    "eps": 1e-5,
+    "weight_decay": 0.2,
+    "grad_clip": None,
+}
+Case = tuple[dict[str, Any], dict[str, Any], str, object]
+CASES: list[Case] = [
+    ({"temperature": 0.7}, {}, "sampling.temperature", 0.7),
+    ({"top_k": 2, "top_p": 0.9}, {}, "sampling.top_p", 0.9),
+    ({"top_k": 2, "min_p": 0.1}, {}, "sampling.min_p", 0.1),
+    ({"top_k": 2}, {}, "sampling.top_k", 2),
+    ({"top_k": 2}, {}, "trainer.support_capacity", 128),
+    ({"seed": 5}, {}, "seed", 5),
+    ({"sample_timeout": 9.0}, {}, "groups.timeout", 9.0),
+    ({"environment_timeout": 3.0}, {}, "groups.environment_timeout", 3.0),
+    (SEGMENT, {}, "sampling.policy", "segment"),
+    ({**SEGMENT, "kv_cache": REFILL}, {}, "sampling.kv_cache.on_limit", "refill"),
+    ({"budget": Budget(max_turns=3)}, {}, "budget.max_turns", 3),
+    ({"budget": Budget(max_generated_tokens=9)}, {}, "budget.max_generated_tokens", 9),
+    ({"budget": Budget(max_context_tokens=32)}, {}, "budget.max_context_tokens", 32),
+    ({"budget": Budget(segment_tokens=8)}, {}, "budget.segment_tokens", 8),
+    ({"budget": Budget(final_answer_reserve=8)}, {}, "budget.final_answer_reserve", 8),
+    ({"budget": Budget(tool_output_tokens=8)}, {}, "budget.tool_output_tokens", 8),
+    ({"budget": Budget(max_turn_tokens=8)}, {}, "budget.max_turn_tokens", 8),
+    ({"budget": Budget(max_images=1)}, {}, "budget.max_images", 1),
+    ({}, {"advantage": GroupCentered(standardize=False)}, "trainer.estimator", "mean"),
+    ({}, {"advantage": LeaveOneOut()}, "trainer.estimator", "rloo"),
+    ({}, {"advantage": Batchwise(standardize=True)}, "trainer.estimator", "batch"),
+    ({}, {"advantage": Batchwise(standardize=True)}, "trainer.standardize", True),
+    ({}, {"loss": "cispo"}, "trainer.loss", "cispo"),
+    ({}, {"loss": Loss(importance=(0.5, 2.0))}, "trainer.importance", (0.5, 2.0)),
+    ({}, {"loss": Loss(kl_coefficient=0.1)}, "trainer.kl_coefficient", 0.1),
+    ({}, {"max_staleness": 3}, "schedule.max_lag", 3),
+    ({}, {"max_staleness": 5}, "engine.max_resident", 7),
+    ({}, MASK, "schedule.stale_policy", "mask_span"),
+    ({}, {**MASK, "order": "admission"}, "schedule.order", "admission"),
+    ({}, {"ahead": 2}, "schedule.ahead", 2),
+    ({}, {"sync_every": 2}, "schedule.sync_every", 2),
+    ({}, {"minibatches": 2}, "trainer.minibatches", 2),
+    ({}, {"rows": 3}, "trainer.rows", 3),
+    ({}, {"checkpoint_every": 4}, "checkpoint.every", 4),
+    ({}, {"truncation": "zero"}, "trainer.truncation", "zero"),
+    ({}, {"group_size": 3}, "groups.size", 3),
+    (
+        {},
+        {"truncation_by_cause": {"tokens": "zero"}},
+        "trainer.truncation_by_cause",
+        {"tokens": "zero"},
+    ),
+    (
+        {},
+        {
+            **MASK,
+            "completion": GroupCompletion(
+                mode="deadline", max_straggler_tokens=5, on_stragglers="discard"
+            ),
+        },
+        "groups.completion.on_stragglers",
+        "discard",
+    ),
+    ({}, {"optimizer": 0.5}, "trainer.lr", 0.5),
+    (
+        {},
+        {"completion": QUORUM, "allow_trajectory_loss": True},
+        "groups.completion.mode",
+        "deadline",
+    ),
+    ({}, {"completion": QUORUM, "allow_trajectory_loss": True}, "groups.completion.min_members", 3),
+    (
+        {},
+        {"completion": QUORUM, "allow_trajectory_loss": True},
+        "groups.completion.max_straggler_tokens",
+        5,
+    ),
+    ({**SEGMENT, "kv_cache": REFILL}, {}, "sampling.kv_cache.max_staleness", 1),
+    ({**SEGMENT, "kv_cache": REFILL}, {}, "sampling.kv_cache.allow_reprefill", True),
+    (
+        {},
+        {"stale_policy": "keep", "allow_unbounded_staleness": True},
+        "schedule.stale_policy",
+        "keep",
+    ),
+    ({}, {**MASK}, "schedule.allow_trajectory_loss", True),
+    ({}, {"groups_per_step": 3}, "tasks.batch_size", 3),
+    ({}, {"width": 128}, "trainer.width", 128),
+    *(
         (
             {},
-            {"truncation_by_cause": {"tokens": "zero"}},
-            "trainer.truncation_by_cause",
-            {"tokens": "zero"},
-        ),
-        (
-            {},
-            {
-                **MASK,
-                "completion": GroupCompletion(
-                    mode="deadline", max_straggler_tokens=5, on_stragglers="discard"
-                ),
-            },
-            "groups.completion.on_stragglers",
-            "discard",
-        ),
-        ({}, {"optimizer": 0.5}, "trainer.lr", 0.5),
-    ],
-)
+            {"loss": Loss(**{name: value})},
+            "trainer.loss" if name == "kind" else f"trainer.{name}",
+            value,
+        )
+        for name, value in LOSS.items()
+    ),
+    *(
+        ({}, {"optimizer": AdamW(**{name: value})}, f"trainer.{name}", value)
+        for name, value in ADAMW.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("of_engine", "of_trainer", "path", "value"), CASES)
 def test_each_parameter_reaches_the_run(
     of_engine: dict[str, Any], of_trainer: dict[str, Any], path: str, value: object
 ) -> None:
-    found: Any = configured(of_engine, **of_trainer)
+    found, default = configured(of_engine, **of_trainer), configured()
+    assert of(found, path) == value
+    assert of(default, path) != value
+
+
+def of(config: RunConfig, path: str) -> Any:
+    found: Any = config
     for name in path.split("."):
         found = getattr(found, name)
-    assert found == value
+    return found
+
+
+def test_no_parameter_is_left_out() -> None:
+    """Where a run is kept and what it plays is shown by running it (`tests/integration`)."""
+    given = {name for case in CASES for table in case[:2] for name in table}
+    settings = [value for case in CASES for table in case[:2] for value in table.values()]
+    for kind in (RolloutEngine, AsyncTrainer):
+        asked = set(signature(kind).parameters) - {"model", "env", "engine"}
+        assert asked - given == (set() if kind is RolloutEngine else {*PLACE}), kind
+    for settings_of in (KVCache, GroupCompletion, Budget, GroupCentered, Batchwise, Loss, AdamW):
+        changed = {
+            field.name
+            for value in settings
+            if isinstance(value, settings_of)
+            for field in fields(value)
+            if getattr(value, field.name) != getattr(settings_of(), field.name)
+        }
+        assert changed == {field.name for field in fields(settings_of)}, settings_of
+
+
+PLACE = ("run", "services", "state", "force")
 
 
 @pytest.mark.parametrize(

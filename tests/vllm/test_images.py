@@ -25,6 +25,7 @@ from domain.tools import Message
 from storage import images, segments
 from storage.objects import ObjectStore
 from tests.attempted import One, limited, with_engines
+from tests.gateways import gateway
 from tests.integration.engine.lab import Weights, sampling
 from tests.integration.rollouts.conftest import Bench
 from tests.vllm import sights
@@ -171,6 +172,37 @@ async def test_what_a_vllm_makes_of_an_image_can_fill_the_context(
     row = b.attempt(group, 0)
     assert (row["status"], row["truncation"], row["policy_tokens"]) == ("truncated", "context", 0)
     assert b.ledger.call(segments.read, b.run, group, 0, 0) == []
+
+
+async def test_a_program_shows_an_image_to_a_vllm_through_the_gateway(
+    seen_run: Callable[..., Bench], sighted: Lab, s3_services: Services, seer: Seer
+) -> None:
+    store = ObjectStore(s3_services)
+    store.prepare()
+    b = seen_run()
+    await serve(sighted, f"{b.run}@0", seer.versions[0], sha256=bytes(32).hex())
+    group = b.group()
+    shows: Any = {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "what is "},
+            {"type": "image_url", "image_url": {"url": WIDE.url}},
+        ],
+    }
+    async with (
+        gateway(b, seer.chat, store=store) as gate,
+        gate.client(group, 0) as program,
+    ):
+        answer = await program.chat.completions.create(model="m", messages=[shows])
+    first, *_ = read = gate.read(group)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(first.prompt_ids)
+    assert answer.usage.completion_tokens == sum(len(s.sampled_ids) for s in read)
+    for segment in read:
+        assert [(i.sha256, i.length) for i in segment.images] == [
+            (WIDE.sha256, sights.tokens(WIDE))
+        ]
+        assert error(seer.versions[0], segment, [WIDE]) < EXACT
 
 
 async def test_what_an_older_version_saw_in_an_image_never_reaches_a_newer_one(

@@ -54,9 +54,13 @@ def train():
     return [Task(t.id, {**t.data, "prompt": "0" * 40 + t.data["prompt"]}) for t in reverse3.train()]
 
 
-source = PromptSource(reverse3.reward)
+def reward(text, task):
+    return sum(letter in "01234" for letter in text) / 6
+
+
+source = PromptSource(reward)
 """
-"""Prompts longer than the blocks in which vLLM caches; each turn is sampled in two requests."""
+"""Rewards that differ from the first step on, and prompts longer than the blocks in which vLLM caches; each turn is sampled in two requests."""
 
 TOML = """
 name = "{name}"
