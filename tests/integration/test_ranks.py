@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import pytest
 
 from domain.config import RunConfig
 from domain.errors import ConfigError
+from domain.rollouts import Status, Task
 from domain.services import Services
 from rollbook.launch import torchrun
 from storage import checkpoints, manifests, plans, runs
+from storage.attempts import Ending
 from storage.database import Ledger
 from storage.objects import ObjectStore
-from tests.playing import Fleet, configuration
+from tests.playing import Answer, Fleet, configuration, scripted
 from trainer import loop
 from trainer.creation import Workshop
 from trainer.model import weights_digest
@@ -214,6 +217,65 @@ def test_a_step_of_two_ranks_is_audited_by_two_processes(
     assert code == 1, told
     assert "DIFFERS" in told
     assert "rewards and statuses of group" in told
+
+
+def flat(task: Task, sample: int, version: int) -> Answer:
+    """The tasks of share 1 (every other pair) earn the same whatever is said."""
+    segment, ending = scripted(task, sample, version)
+    return segment, replace(ending, reward=0.5) if of_share_1(task) else ending
+
+
+def truncated(task: Task, sample: int, version: int) -> Answer:
+    """Every rollout of share 1 runs out of tokens, and takes no loss."""
+    segment, ending = scripted(task, sample, version)
+    cut = Ending(status=Status.TRUNCATED, cause="tokens")
+    return segment, cut if of_share_1(task) else ending
+
+
+def of_share_1(task: Task) -> bool:
+    return int(task.id[1:]) // 2 % 2 == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("answer", [flat, truncated])
+def test_a_rank_with_nothing_to_learn_makes_the_same_collectives_and_a_pause_holds_all(
+    around: Services, ledger: Ledger, tmp_path: Path, answer: Any, parallel: str
+) -> None:
+    tasks = {"shuffle": False}
+    name = create(ledger, tmp_path / "a", tasks=tasks, trainer={"parallel": parallel})
+    with (
+        Fleet(around, tmp_path / "engine", answer=answer),
+        started(name, around) as process,
+    ):
+        while ledger.call(runs.read, name).next_step < 1:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        ledger.call(runs.pause, name)
+        time.sleep(1.0)  # a step that was planned by then may still be applied
+        held = ledger.call(runs.read, name).next_step
+        time.sleep(2.0)  # for what must not happen meanwhile
+        assert ledger.call(runs.read, name).next_step == held < 4
+        ledger.call(runs.unpause, name)
+        output, _ = process.communicate(timeout=280)
+        assert process.returncode == 0, output[-4000:]
+    with ledger.transaction() as tx:
+        shares = tx.execute(
+            "SELECT q.share, count(DISTINCT a.reward) > 1 AS differ, count(*) > 8 AS many FROM queue q "
+            "JOIN attempts a USING (run_id, group_id) WHERE q.run_id = %s AND a.member "
+            "GROUP BY q.share ORDER BY q.share",
+            (name,),
+        ).fetchall()
+        found = tx.execute(
+            "SELECT count(*) FILTER (WHERE updated) AS moved, bool_or((metrics->>'waited/paused')"
+            "::float8 > 1) AS paused FROM steps WHERE run_id = %s",
+            (name,),
+        ).fetchone()
+    assert [(row["share"], row["differ"], row["many"]) for row in shares] == [
+        (0, True, True),
+        (1, False, True),
+    ]
+    assert found == {"moved": 4, "paused": True}
 
 
 @pytest.mark.slow
