@@ -223,8 +223,12 @@ def draw_timelines(ledger: Ledger) -> None:
             if 0 <= served["at"] <= 0.97 * end:
                 x = left + wide * served["at"] / end
                 drawing.line(x, head - 6, foot, _of_version(served["version"]))
-                words = f"version {served['version']} is served"
-                drawing.text(x + 3, head - 8, words, size=10, colour=_of_version(served["version"]))
+                words, colour = (
+                    f"version {served['version']} is served",
+                    _of_version(served["version"]),
+                )
+                beside = x + 3 if x < left + 0.85 * wide else x - 100
+                drawing.text(beside, head - 8, words, size=10, colour=colour)
         for bar in bars:
             y = head + 4 + order.index((bar["group_id"], bar["sample"])) * row
             x, w = left + wide * bar["start"] / end, wide * (bar["stop"] - bar["start"]) / end
@@ -282,8 +286,8 @@ def draw_ages(ledger: Ledger) -> None:
         ("url(#old)", "more: not trained"),
     ]
     for n, (colour, words) in enumerate(legend):
-        drawing.box(left + 384 + 44 * n, 12, 12, 12, colour)
-        drawing.text(left + 400 + 44 * n, 22, words)
+        drawing.box(left + 410 + 44 * n, 12, 12, 12, colour)
+        drawing.text(left + 426 + 44 * n, 22, words)
     top = 56
     for run, (title, means) in panels.items():
         ages = rows(ledger, AGES, run)
