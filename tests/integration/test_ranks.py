@@ -21,7 +21,7 @@ from domain.errors import ConfigError
 from domain.rollouts import Status, Task
 from domain.services import Services
 from rollbook.launch import torchrun
-from storage import checkpoints, manifests, plans, runs
+from storage import checkpoints, fork, manifests, plans, runs
 from storage.attempts import Ending
 from storage.database import Ledger
 from storage.objects import ObjectStore
@@ -386,7 +386,7 @@ def test_a_rank_killed_while_it_stores_its_slices_leaves_nothing_that_can_be_loa
     point = {"0": "ck_part:4", "1": "ck_part:1"}[victim]  # rank 0 has stored three at creation
     with Fleet(around, tmp_path / "engine"):
         with started(name, around, FAILPOINT=point, FAILPOINT_RANK=victim) as process:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=300)
             assert process.returncode != 0, output[-4000:]
         broken = ledger.call(runs.read, name)
         assert (broken.durable_step, broken.next_step) == (0, 1)
@@ -396,6 +396,41 @@ def test_a_rank_killed_while_it_stores_its_slices_leaves_nothing_that_can_be_loa
         train(name, around)
     found = ledger.call(runs.read, name)
     assert (found.state, found.version, found.durable_step) == ("finished", 3, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_from_a_durable_step(
+    around: Services, ledger: Ledger, tmp_path: Path, before: int, after: int
+) -> None:
+    trainer = {"ranks": before, "parallel": "fsdp" if before > 1 else "ddp"}
+    parent = create(ledger, tmp_path / "a", trainer=trainer, checkpoint={"every": 1})
+    with Fleet(around, tmp_path / "engine"):
+        with started(parent, around, ranks=before, FAILPOINT="ck_done:2") as process:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode != 0, output[-4000:]
+        stopped = ledger.call(runs.read, parent)
+        assert stopped.durable_step == stopped.next_step == 2
+        epoch = ledger.call(runs.take_over, parent, "elsewhere:1", lease_s=30, force=True)
+        child = ledger.call(lambda tx: fork.fork(tx, parent, epoch, None, shares=after))
+        train(child, around, ranks=after)
+    found = ledger.call(runs.read, child)
+    assert (found.state, found.first_step, found.next_step) == ("finished", 2, 4)
+    assert (found.version, found.shares, found.config.trainer.parallel) == (4, after, "ddp")
+    with ledger.transaction() as tx:
+        first = tx.execute(
+            "SELECT c.manifest_sha256 = p.manifest_sha256 AS same FROM checkpoints c "
+            "JOIN checkpoints p ON (p.run_id, p.step) = (%s, c.step) "
+            "WHERE (c.run_id, c.step) = (%s, 2)",
+            (parent, child),
+        ).fetchone()
+        trained = tx.execute(
+            "SELECT g.task_id FROM queue q JOIN groups g USING (run_id, group_id) "
+            "WHERE q.run_id = %s AND q.step < 2 OR q.run_id = %s",
+            (parent, child),
+        ).fetchall()
+    assert first == {"same": True}  # it stands at its parent's weights and moments
+    assert len({row["task_id"] for row in trained}) == len(trained) == 2 * 2 * (before + after)
 
 
 @pytest.mark.slow
