@@ -165,13 +165,13 @@ async def test_a_held_request_goes_on_with_its_kv_and_says_where_the_version_cha
     in_place: Lab,
 ) -> None:
     ids = prompt(40, seed=3)
-    pending = asyncio.create_task(ask(in_place, ids, "run@2", max_tokens=400, swap_kv_bound=1))
+    pending = asyncio.create_task(ask(in_place, ids, "run@2", max_tokens=470, swap_kv_bound=1))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.1)
     await in_place.serve("run@3", W[3], crossing=HOLD)
     found = await pending
     (old, before), (new, after) = found.spans
-    assert (old, new, before + after, found.kv_version) == (2, 3, 400, 2)
+    assert (old, new, before + after, found.kv_version) == (2, 3, 470, 2)
     tables = [W[v].of(ids, found.sampled_ids) for v in (2, 3)]
     got = torch.tensor(found.logprobs)
     assert float((got - tables[0])[:before].abs().max()) < EXACT
@@ -184,13 +184,13 @@ async def test_a_refilled_request_goes_on_as_if_the_new_version_had_read_it_all(
     in_place: Lab,
 ) -> None:
     ids = prompt(40, seed=4)
-    pending = asyncio.create_task(ask(in_place, ids, "run@3", max_tokens=400, swap_kv_bound=1))
+    pending = asyncio.create_task(ask(in_place, ids, "run@3", max_tokens=470, swap_kv_bound=1))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.1)
     await in_place.serve("run@4", W[0], crossing=REFILL)
     found = await pending
     (_, before), (new, after) = found.spans
-    assert (new, before + after) == (4, 400)
+    assert (new, before + after) == (4, 470)
     got = torch.tensor(found.logprobs)
     assert float((got - W[3].of(ids, found.sampled_ids))[:before].abs().max()) < EXACT
     assert float((got - W[0].of(ids, found.sampled_ids))[before:].abs().max()) < EXACT
