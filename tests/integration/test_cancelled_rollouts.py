@@ -187,7 +187,7 @@ def test_a_run_that_is_ended_leaves_the_engine_idle_and_its_partial_output_recor
 def test_rollouts_that_run_out_of_time_leave_the_engine_idle_and_their_partial_output_recorded(
     services: Services, tmp_path: Path
 ) -> None:
-    limit_s = 30.0
+    limit_s = 75.0
     with scene(services, tmp_path, short=0, groups={"timeout": limit_s, "max_attempts": 2}) as s:
         wait(lambda: s.count(REQUESTING) == ROLLOUTS and s.busy() == ROLLOUTS, limit_s)
         left = limit_s - float(
