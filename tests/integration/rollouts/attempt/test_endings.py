@@ -27,7 +27,7 @@ from tests.attempted import (
 )
 from tests.stub_engine import StubEngine
 
-ONE_SECOND = timedelta(seconds=1)
+HALF_A_MINUTE = timedelta(seconds=30)
 
 
 async def test_a_cancel_reaches_the_engine_and_the_partial_output_is_recorded(
@@ -58,18 +58,18 @@ async def test_a_cancel_reaches_the_engine_and_the_partial_output_is_recorded(
 async def test_a_rollout_that_is_out_of_time_stops_by_itself_with_its_partial_output(
     make: Make, engine: StubEngine, client: EngineClient
 ) -> None:
-    b = make(groups={"size": 4, "timeout": 1.5})
+    b = make(groups={"size": 4, "timeout": 31.0})
     engine.hold = asyncio.Event()
     with_engines(b, engine.url)
     group = b.group()
     waited = limited(60)
-    waited.info = replace(waited.info, scheduled_time=waited.info.started_time - ONE_SECOND)
+    waited.info = replace(waited.info, scheduled_time=waited.info.started_time - HALF_A_MINUTE)
     began = time.monotonic()
     kind, _, final = await failure(
         Worker(b, client, Session(sample_once)).play(b.key(group, 0), waited)
     )
     assert (kind, final) == ("TIMED_OUT", True)
-    assert 0.4 < time.monotonic() - began < 10  # the second in which it waited for a slot counts
+    assert 0.9 < time.monotonic() - began < 20  # the time in which it waited for a slot counts
     assert engine.running == 0
     (partial,) = b.ledger.call(segments.read, b.run, group, 0, 0)
     assert (partial.finish_reason, partial.sampled_ids.tolist()) == ("abort", [100, 101])
