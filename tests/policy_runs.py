@@ -11,7 +11,7 @@ from typing import Any
 
 from domain.config import OWN_LOOP, RunConfig
 from domain.data import TaskStream
-from domain.environments import Env, RolloutView
+from domain.environments import Env, RolloutView, Source
 from domain.rollouts import Task
 from domain.services import Services
 from rollbook.companions import RolloutThread
@@ -136,7 +136,7 @@ def configuration(steps: int, **sections: Mapping[str, Any]) -> RunConfig:
 
 
 @contextmanager
-def processes(services: Services, state: Path, source: Env) -> Iterator[Processes]:
+def processes(services: Services, state: Path, source: Source) -> Iterator[Processes]:
     """Workers and an engine as children, the rollout worker in a thread of this process."""
     ledger = Ledger.open(services.database_url, pool=2, application="tests")
     job = Job(configuration(1), services, state, trainer=False, rollouts=False)

@@ -20,8 +20,8 @@ import pytest
 
 from domain.config import RunConfig
 from domain.data import TaskStream
-from domain.environments import Env, RolloutView
-from domain.rollouts import Task
+from domain.environments import Outcome, Recorder
+from domain.rollouts import Status, Task
 from domain.services import Services
 from storage import runs
 from storage.database import Ledger, upgrade
@@ -29,9 +29,13 @@ from storage.objects import ObjectStore
 from tests.policy_runs import configuration, processes
 from trainer import loop
 
-GROUPS, SIZE = 5, 10
+GROUPS, SIZE = 2, 25
 ROLLOUTS = GROUPS * SIZE
-NEARLY_ALL = 40
+MANY = 10
+"""The others came to the end of a request before the cancel did: more of them on a busy machine."""
+LONG = 4096
+"""Tokens of a request."""
+PROMPT = [0, 1, 2, 3]
 IDLE_S = 15.0
 """From the moment when the rollouts are told until the engine has nothing to do: within 3 s on a
 machine of its own (the log says how long it took); a test may share its cores with anything."""
@@ -41,26 +45,24 @@ ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 1200)))
 log = logging.getLogger(__name__)
 
 
-class Talker(Env):
-    """Talks on for ever. A short task ends with its first turn; a rollout that is tried again hangs
-    before it samples anything."""
+class Talker:
+    """Talks on for ever. A short task says four tokens; a rollout that is tried again hangs before it
+    samples anything."""
 
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
 
-    async def reset(self, task: Task) -> list[dict[str, Any]]:
+    async def run(self, task: Task, recorder: Recorder) -> Outcome:
         self._begun[task.id] += 1
+        if task.data["short"]:
+            said = await recorder.sample(PROMPT, max_tokens=4)
+            return Outcome(status=Status.COMPLETED, reward=float(said.sampled_ids[0] % 2))
         if self._begun[task.id] > SIZE:
             await asyncio.Event().wait()
-        return [{"role": "user", "content": ALPHABET[:4]}]
-
-    async def on_turn(self, rollout: RolloutView) -> list[dict[str, Any]] | None:
-        if rollout.task.data["short"]:
-            return None
-        return [{"role": "user", "content": ALPHABET[:1]}]
-
-    async def reward(self, rollout: RolloutView, task: Task) -> float:
-        return float(ord(str(rollout.messages[-1]["content"] or "?")[0]) % 2)
+        heard = PROMPT
+        while True:
+            said = await recorder.sample(heard, max_tokens=LONG)
+            heard = [*said.prompt_ids, *said.sampled_ids, *PROMPT]
 
 
 class Scene:
@@ -113,7 +115,7 @@ REQUESTING = "state = 'running' AND cancel_cause IS NULL AND started_at < now() 
 def scene(
     services: Services, folder: Path, short: int, **sections: Mapping[str, Any]
 ) -> Iterator[Scene]:
-    """Five groups of ten endless rollouts, and `short` groups that end at once, beside them."""
+    """Two groups of 25 endless rollouts, and `short` groups that end at once, beside them."""
     upgrade(services.database_url)
     ObjectStore(services).prepare()
     tiny = {"alphabet": ALPHABET, "dim": 32, "layers": 2, "heads": 2, "max_positions": 16384}
@@ -130,7 +132,7 @@ def scene(
         "budget": {
             "max_turns": 100_000,
             "max_generated_tokens": 100_000,
-            "segment_tokens": 4096,
+            "segment_tokens": LONG,
             "max_turn_tokens": None,
         },
         "model": {"tiny": tiny},
@@ -146,7 +148,9 @@ def scene(
         ThreadPoolExecutor(1) as trainer,
     ):
         running.ledger.call(runs.create, config, world={})
-        stream = TaskStream(tasks=[*endless, *brief], batch_size=config.tasks.batch_size, epochs=1)
+        stream = TaskStream(
+            tasks=[*endless, *brief], batch_size=config.tasks.batch_size, epochs=1, shuffle=False
+        )
         ending = trainer.submit(
             loop.run, config.name, running.services, holder="here:1", stream=stream
         )
@@ -179,7 +183,7 @@ def test_a_run_that_is_ended_leaves_the_engine_idle_and_its_partial_output_recor
         assert s.ending.result(60) == "failed"
         everyone, cut_short = s.recorded()
         assert everyone == ROLLOUTS
-        assert cut_short >= NEARLY_ALL
+        assert cut_short >= MANY
 
 
 @pytest.mark.slow
@@ -199,11 +203,11 @@ def test_rollouts_that_run_out_of_time_leave_the_engine_idle_and_their_partial_o
         assert left > 2
         time.sleep(left - 1)
         s.wait_idle(1 + IDLE_S)
-        wait(lambda: s.count("status IS NOT NULL") == ROLLOUTS, GENEROUS_S)
-        assert s.count("resubmitted_as = 'timeout' AND counts_as_failure") == ROLLOUTS
+        again = "resubmitted_as = 'timeout' AND counts_as_failure"
+        wait(lambda: s.count(again) == ROLLOUTS, GENEROUS_S)
         everyone, cut_short = s.recorded()
         assert everyone == ROLLOUTS
-        assert cut_short >= NEARLY_ALL
+        assert cut_short >= MANY
 
 
 @pytest.mark.slow
@@ -211,10 +215,10 @@ def test_rollouts_that_run_out_of_time_leave_the_engine_idle_and_their_partial_o
 def test_rollouts_past_the_lag_bound_leave_the_engine_idle_and_their_partial_output_recorded(
     services: Services, tmp_path: Path
 ) -> None:
-    schedule = {"order": "admission", "ahead": 5, "max_lag": 5}
+    schedule = {"order": "admission", "ahead": 2, "max_lag": 2}
     trainer = {"overflow": "accumulate", "estimator": "mean"}
     with scene(
-        services, tmp_path, 8, tasks={"batch_size": 1}, schedule=schedule, trainer=trainer
+        services, tmp_path, 6, tasks={"batch_size": 1}, schedule=schedule, trainer=trainer
     ) as s:
         stale = "cancel_cause = 'stale'"
         wait(lambda: s.count(stale) > 0, 240)
@@ -225,4 +229,4 @@ def test_rollouts_past_the_lag_bound_leave_the_engine_idle_and_their_partial_out
         )
         everyone, cut_short = s.recorded()
         assert everyone == ROLLOUTS
-        assert cut_short >= NEARLY_ALL
+        assert cut_short >= MANY
