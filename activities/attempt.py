@@ -98,7 +98,12 @@ class Attempts:
         try:
             setup = await self._setup(i.run)
             started, cancelled = await whole(
-                self._ledger.run(attempts.start, i, worker=self._worker)
+                self._ledger.run(
+                    attempts.start,
+                    i,
+                    worker=self._worker,
+                    scheduled_at=activity.info().current_attempt_scheduled_time,
+                )
             )
             failpoints.reach("attempt_started")
             if started.ended is not None:
@@ -108,6 +113,8 @@ class Attempts:
             return await self._play(i, setup, started, began)
         except (psycopg.OperationalError, ObjectError) as error:
             raise _failure(AttemptFailure.WORKER_SHUTDOWN, f"out of reach: {error}") from error
+        except Fenced as error:  # before it began: this execution was given up long ago
+            raise _failure(AttemptFailure.FENCED, str(error)) from error
         except ApplicationError:
             raise
         except Exception as error:

@@ -3,12 +3,14 @@
     submitted ──start──▶ running ──finish──▶ finished          (lost: the platform died under it)
 
 Every execution of an attempt takes a new *fence* when it starts; whatever an older execution still
-sends is refused with `Fenced`. An attempt ends once: what arrives later is counted as `late_result`
+sends is refused with `Fenced`, its start included: a server that was frozen may answer one that was
+given up long ago. An attempt ends once: what arrives later is counted as `late_result`
 and changes nothing. Lock order: groups, then attempts in key order.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from math import isfinite
 from typing import Any
 
@@ -77,10 +79,12 @@ _START = """
 WITH pin AS (SELECT version FROM policy_versions WHERE run_id = %(run)s AND state = 'served'
         AND version = (SELECT version FROM served WHERE run_id = %(run)s) FOR KEY SHARE),
     started AS (UPDATE attempts SET fence = fence + 1, state = 'running', worker = %(worker)s,
+        scheduled_at = coalesce(%(scheduled_at)s, scheduled_at),
         pinned_version = coalesce(pinned_version, pin.version),
         started_at = coalesce(started_at, now()), last_progress_at = now()
     FROM pin WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
         AND status IS NULL AND cancel_cause IS NULL
+        AND (scheduled_at > %(scheduled_at)s) IS NOT TRUE
     RETURNING fence, pinned_version, kv_version)
 SELECT g.task_id, g.task, g.deadline_reached_at IS NOT NULL AS deadline, pin.version AS served,
     started.fence, started.pinned_version, started.kv_version
@@ -91,18 +95,27 @@ _END_CANCELLED = """
 UPDATE attempts SET fence = fence + 1, state = 'finished', status = 'cancelled',
     surplus = (cancel_cause = 'surplus'), finished_at = clock_timestamp()
 WHERE (run_id, group_id, sample, attempt) = (%(run)s, %(group)s, %(sample)s, %(attempt)s)
-    AND status IS NULL AND cancel_cause IS NOT NULL"""
+    AND status IS NULL AND cancel_cause IS NOT NULL
+    AND (scheduled_at > %(scheduled_at)s) IS NOT TRUE"""
 
 
-def start(tx: Tx, i: AttemptIn, *, worker: str) -> Started:
+def start(tx: Tx, i: AttemptIn, *, worker: str, scheduled_at: datetime | None = None) -> Started:
     """Take the attempt for this execution and pin the version served now (a resumed one keeps its pin).
 
     An attempt that was cancelled before this execution began ends here.
 
+    Args:
+        tx: the transaction.
+        i: the attempt.
+        worker: of the execution, for people.
+        scheduled_at: when Temporal scheduled this execution, which orders them (their numbers begin
+            anew when a person resets one); None: it is the newest.
+
     Raises:
         LedgerError: no such attempt, or nothing is served yet.
+        Fenced: a later execution has started.
     """
-    key = key_of(i)
+    key = key_of(i) | {"scheduled_at": scheduled_at}
     for _ in range(LOOKS):
         found = tx.execute(_START, key | {"worker": worker}).fetchone()
         if found is None:
@@ -117,6 +130,8 @@ def start(tx: Tx, i: AttemptIn, *, worker: str) -> Started:
         row = _read(tx, i)
         if row is None:
             raise LedgerError(f"group {i.group} has no attempt {i.attempt} at sample {i.sample}")
+        if row["status"] is None:
+            raise Fenced(f"{_name(i)} belongs to a later execution than this one")
         return Started(
             fence=row["fence"],
             version=-1 if row["pinned_version"] is None else row["pinned_version"],

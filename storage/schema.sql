@@ -138,6 +138,7 @@ CREATE TABLE attempts(run_id text NOT NULL, group_id bigint NOT NULL, sample int
   cancel_cause text CHECK (cancel_cause IN ('stale','surplus','timeout','close','reopen','abandon','deadline','resident_limit','human')), cancel_requested_at timestamptz,
   member bool NOT NULL DEFAULT false, part smallint CHECK (part IN (0, 1)),   -- member: set by the finish tx; part: by finish_group
   submitted_at timestamptz NOT NULL DEFAULT now(), started_at timestamptz, last_progress_at timestamptz, finished_at timestamptz,
+  scheduled_at timestamptz,                                                  -- by Temporal: the execution that it belongs to
   PRIMARY KEY(run_id, group_id, sample, attempt), FOREIGN KEY(run_id, group_id) REFERENCES groups,
   FOREIGN KEY(run_id, pinned_version) REFERENCES policy_versions(run_id, version), FOREIGN KEY(run_id, submitted_version) REFERENCES policy_versions(run_id, version),
   CONSTRAINT ended CHECK ((state IN ('finished','lost')) = (status IS NOT NULL) AND (finished_at IS NULL) = (status IS NULL)),

@@ -255,6 +255,7 @@ attempts = Table(
     Column("started_at", Moment),
     Column("last_progress_at", Moment),
     Column("finished_at", Moment),
+    Column("scheduled_at", Moment),
 )
 segments = Table(
     "segments",

@@ -1,6 +1,7 @@
 """The start and the end of an attempt: pins, fences, membership, what is refused."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -94,6 +95,31 @@ def test_an_older_execution_is_fenced_everywhere(make: Make) -> None:
     with pytest.raises(Fenced):
         b.finish(group, 0, fence=old)
     assert b.attempt(group, 0)["state"] == "running"
+
+
+def test_an_execution_that_was_given_up_cannot_start_any_more(make: Make) -> None:
+    b = make()
+    group = b.group()
+
+    def start(second: int) -> attempts.Started:
+        started: attempts.Started = b.ledger.call(
+            attempts.start,
+            b.key(group, 0),
+            worker=f"w{second}",
+            scheduled_at=datetime(2026, 1, 1, 0, 0, second, tzinfo=UTC),
+        )
+        return started
+
+    start(1)
+    successor = start(2)
+    assert start(2).fence == successor.fence + 1  # told again
+    with pytest.raises(Fenced, match="later execution"):
+        start(1)
+    assert b.attempt(group, 0)["worker"] == "w2"
+    b.sql("UPDATE attempts SET cancel_cause = 'stale' WHERE run_id = %s AND sample = 0", b.run)
+    with pytest.raises(Fenced, match="later execution"):
+        start(1)
+    assert b.attempt(group, 0)["state"] == "running"  # its own execution will end it
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])

@@ -8,11 +8,12 @@ from datetime import timedelta
 
 import pytest
 from temporalio.activity import ActivityCancellationDetails
+from temporalio.testing import ActivityEnvironment
 
 from activities.inference import EngineClient
 from domain.environments import Outcome, Recorder
 from domain.rollouts import Task
-from storage import segments
+from storage import attempts, segments
 from tests.attempted import (
     BY_TEMPORAL,
     Counting,
@@ -152,6 +153,21 @@ async def test_an_execution_that_was_overtaken_stops_and_is_counted(
     assert (row["state"], row["policy_tokens"]) == ("running", 0)
     late = b.sql("SELECT 1 FROM events WHERE run_id = %s AND kind = 'late_result'", b.run)
     assert len(late) == 1
+
+
+async def test_an_execution_that_comes_late_to_its_start_leaves_its_successor_alone(
+    make: Make, engine: StubEngine, client: EngineClient
+) -> None:
+    b = make()
+    with_engines(b, engine.url)
+    group = b.group()
+    later = ActivityEnvironment.default_info().current_attempt_scheduled_time + HALF_A_MINUTE
+    successor = b.ledger.call(attempts.start, b.key(group, 0), worker="w", scheduled_at=later)
+    worker = Worker(b, client, Session(sample_once))
+    kind, _, final = await failure(asyncio.create_task(worker.play(b.key(group, 0))))
+    assert (kind, final) == ("FENCED", True)
+    row = b.attempt(group, 0)
+    assert (row["fence"], row["worker"], row["state"]) == (successor.fence, "w", "running")
 
 
 @pytest.mark.parametrize(
