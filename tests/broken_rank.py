@@ -31,7 +31,8 @@ class Teller(logging.Handler):
 
 
 def tell(**what: object) -> None:
-    print(json.dumps(what | {"rank": int(os.environ["RANK"]), "at": time.time()}), flush=True)  # noqa: T201
+    told = json.dumps(what | {"rank": int(os.environ["RANK"]), "at": time.time()})
+    os.write(1, f"{told}\n".encode())  # at once: the other rank writes to the same pipe
 
 
 def break_at(setting: str) -> None:
