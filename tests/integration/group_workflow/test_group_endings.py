@@ -13,6 +13,7 @@ from domain.messages import (
     AttemptRef,
     Close,
 )
+from tests.current_details import readable
 from tests.group_theatre import (
     Open,
     Theatre,
@@ -196,7 +197,7 @@ async def test_people_see_each_sample_and_the_sweep_sees_what_is_live(house: Ope
                 pass  # each query is a round trip
         assert [(a.sample, a.attempt) for a in state.live] == [(1, 0)]
         details = await handle.query("__temporal_workflow_metadata")
-        assert "| 0 | 0 | completed, reward 1 | " in str(details)
+        assert "| s0.a0 | completed, reward 1 | " in readable(details)
         described = await handle.describe()
         assert described.raw_description.pending_activities[0].activity_id == "s1.a0"
         await handle.signal(GroupWorkflow.close_group, Close(cause="close"))

@@ -12,6 +12,7 @@ from activities import namespace
 from domain.messages import WORKFLOW_QUEUE, GroupIn
 from storage import housekeeping, runs
 from storage.census import Silent
+from tests.current_details import readable
 from tests.steward_scene import (
     Scene,
     running,
@@ -66,12 +67,12 @@ async def test_a_stuck_group_is_marked_and_told_why_and_the_mark_goes(scene: Sce
         async def shown() -> tuple[object, str]:
             described = await scene.handle(0).describe()
             details = await scene.handle(0).query("__temporal_workflow_metadata")
-            return described.typed_search_attributes.get(namespace.STAGE), str(details)
+            return described.typed_search_attributes.get(namespace.STAGE), readable(details)
 
         async with asyncio.timeout(20):
             while (told := await shown())[0] != "stuck":
                 pass  # each look is two round trips
-        assert "| stuck | 0 | 0 | v0 | " in told[1]
+        assert "| s0.a0 | stuck | 0 | 0 | v0 | " in told[1]
         assert "**rollout worker**" in told[1]
         events = len((await scene.handle(0).fetch_history()).events)
         await sweep.run()  # nothing new: nothing is sent
