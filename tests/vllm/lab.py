@@ -30,7 +30,9 @@ from rollbook.stack import ports
 from storage.manifests import File, Manifest, Tensor
 from tests.integration.engine.lab import Weights
 
-CONTEXT = 512
+CONTEXT = 4096
+LONG = 4000
+"""Sampled tokens that take seconds, so that a request still runs when something happens to it."""
 QWEN3 = Qwen3Config(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT,

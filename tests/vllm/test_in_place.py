@@ -9,7 +9,7 @@ import torch
 from activities.inference import Crossing, Generated
 from domain.errors import EngineBusy, EngineRefused, EngineUnavailable, WrongVersion
 from tests.integration.engine.lab import Weights, idle, reach, sampling
-from tests.vllm.lab import PROBE, QWEN3, Lab, probe_of
+from tests.vllm.lab import CONTEXT, LONG, PROBE, QWEN3, Lab, probe_of
 
 EXACT = 1e-4
 HOLD = Crossing(kv_max_staleness=1, refill=False)
@@ -82,7 +82,7 @@ async def test_an_abort_returns_what_was_sampled(in_place: Lab) -> None:
     ids = prompt(8)
     pending = asyncio.create_task(
         in_place.client.generate(
-            in_place.url, "run@0", ids, sampling(max_tokens=400), request_id="long", salt="s"
+            in_place.url, "run@0", ids, sampling(max_tokens=LONG), request_id="long", salt="s"
         )
     )
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
@@ -90,7 +90,7 @@ async def test_an_abort_returns_what_was_sampled(in_place: Lab) -> None:
     await in_place.client.abort(in_place.url, "long")
     found = await pending
     assert found.finish_reason == "abort"
-    assert 0 < len(found.sampled_ids) < 400
+    assert 0 < len(found.sampled_ids) < LONG
     assert error(W[0], ids, found) < EXACT
 
 
@@ -103,7 +103,7 @@ async def test_a_cancelled_caller_leaves_nothing_running_and_gets_the_partial(
             in_place.url,
             "run@0",
             prompt(8),
-            sampling(max_tokens=450),
+            sampling(max_tokens=LONG),
             request_id="cancelled",
             salt="s",
             on_partial=partial.append,
@@ -127,7 +127,7 @@ async def test_filtered_sampling_is_refused_where_no_kept_sets_come_back(in_plac
 
 
 @pytest.mark.parametrize(
-    ("ids", "status"), [([1] * 512, "400"), ([64], "400")], ids=["too long", "unknown id"]
+    ("ids", "status"), [([1] * CONTEXT, "400"), ([64], "400")], ids=["too long", "unknown id"]
 )
 async def test_impossible_requests_are_refused_in_the_servers_words(
     in_place: Lab, ids: list[int], status: str
@@ -165,13 +165,13 @@ async def test_a_held_request_goes_on_with_its_kv_and_says_where_the_version_cha
     in_place: Lab,
 ) -> None:
     ids = prompt(40, seed=3)
-    pending = asyncio.create_task(ask(in_place, ids, "run@2", max_tokens=470, swap_kv_bound=1))
+    pending = asyncio.create_task(ask(in_place, ids, "run@2", max_tokens=LONG, swap_kv_bound=1))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
     await asyncio.sleep(0.1)
     await in_place.serve("run@3", W[3], crossing=HOLD)
     found = await pending
     (old, before), (new, after) = found.spans
-    assert (old, new, before + after, found.kv_version) == (2, 3, 470, 2)
+    assert (old, new, before + after, found.kv_version) == (2, 3, LONG, 2)
     tables = [W[v].of(ids, found.sampled_ids) for v in (2, 3)]
     got = torch.tensor(found.logprobs)
     assert float((got - tables[0])[:before].abs().max()) < EXACT
@@ -184,13 +184,13 @@ async def test_a_refilled_request_goes_on_as_if_the_new_version_had_read_it_all(
     in_place: Lab,
 ) -> None:
     ids = prompt(40, seed=4)
-    pending = asyncio.create_task(ask(in_place, ids, "run@3", max_tokens=470, swap_kv_bound=1))
+    pending = asyncio.create_task(ask(in_place, ids, "run@3", max_tokens=LONG, swap_kv_bound=1))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
     await asyncio.sleep(0.1)
     await in_place.serve("run@4", W[0], crossing=REFILL)
     found = await pending
     (_, before), (new, after) = found.spans
-    assert (new, before + after) == (4, 470)
+    assert (new, before + after) == (4, LONG)
     got = torch.tensor(found.logprobs)
     assert float((got - W[3].of(ids, found.sampled_ids))[:before].abs().max()) < EXACT
     assert float((got - W[0].of(ids, found.sampled_ids))[before:].abs().max()) < EXACT
@@ -232,7 +232,7 @@ async def test_a_set_that_lacks_a_tensor_is_refused_and_the_server_serves_on(
 async def test_weights_that_do_not_reproduce_the_probe_never_sample(in_place: Lab) -> None:
     """vLLM took them: only the probe tells. What ran meanwhile is not answered with its tokens."""
     ids = prompt(8)
-    pending = asyncio.create_task(ask(in_place, ids, "run@6", max_tokens=450, swap_kv_bound=1))
+    pending = asyncio.create_task(ask(in_place, ids, "run@6", max_tokens=LONG, swap_kv_bound=1))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
     await asyncio.sleep(0.3)
     with pytest.raises(EngineRefused, match="other weights"):
@@ -297,7 +297,7 @@ async def test_a_server_that_dies_leaves_an_empty_front_with_a_new_incarnation(
     in_place: Lab,
 ) -> None:
     before = await in_place.client.health(in_place.url)
-    pending = asyncio.create_task(ask(in_place, prompt(8), "run@6", max_tokens=450))
+    pending = asyncio.create_task(ask(in_place, prompt(8), "run@6", max_tokens=LONG))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
     assert in_place.server._process is not None
     in_place.server._process.kill()
