@@ -20,7 +20,7 @@ from storage import segments
 from tests.attempted import One, Session, limited, with_engines
 from tests.integration.engine.lab import Weights, reach
 from tests.integration.rollouts.conftest import Bench
-from tests.vllm.lab import QWEN3, Lab, probe_of
+from tests.vllm.lab import CONTEXT, LONG, QWEN3, Lab, probe_of
 
 EXACT = 1e-4
 OLD, NEW = Weights.random(QWEN3, 10), Weights.random(QWEN3, 11)
@@ -32,7 +32,7 @@ async def swapped(b: Bench, lab: Lab, client: EngineClient, crossing: Crossing) 
     """One request of an attempt, under which version 1 takes the place of version 0."""
 
     async def sample(task: Task, recorder: Recorder) -> Outcome:
-        await recorder.sample(PROMPT, max_tokens=400)
+        await recorder.sample(PROMPT, max_tokens=LONG)
         return Outcome(Status.COMPLETED, reward=1.0)
 
     probe = probe_of(NEW)
@@ -67,14 +67,14 @@ async def test_a_swap_inside_a_request_is_recorded_span_by_span(
     )
     b = make(
         sampling={"policy": "segment", "kv_cache": kv},
-        budget={"max_generated_tokens": 400, "segment_tokens": 400},
-        trainer={"width": 512},
+        budget={"max_generated_tokens": LONG, "segment_tokens": LONG},
+        trainer={"width": CONTEXT},
     )
     crossing = Crossing(kv_max_staleness=kv["max_staleness"], refill=refill)
     found = await swapped(b, in_place, client, crossing)
     assert found.version_spans is not None
     (old, before), (new, after) = found.version_spans
-    assert (old, new, before + after) == (0, 1, 400)
+    assert (old, new, before + after) == (0, 1, LONG)
     assert min(before, after) > 0
     assert found.kv_version == (1 if refill else 0)
 
