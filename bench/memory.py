@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
 
+from bench.publish import SHAPE
 from domain.config import RunConfig
 from domain.rollouts import Rollout, Segment, Status
 from rollbook.root import ROOT
@@ -38,17 +38,6 @@ from trainer.ranks import Ranks
 from trainer.sharding import Slice
 from trainer.update import Learner
 
-SHAPE = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    max_position_embeddings=2048,
-    tie_word_embeddings=True,
-)
 WIDTH, ROWS, MICRO_BATCHES = 256, 2, 2
 """Of each rank, so that the ranks' activations are those of one process."""
 TIMEOUT_S = 900.0

@@ -37,6 +37,7 @@ from trainer import publishing, tensor_files
 from trainer.model import Policy, weights_digest
 
 SHAPE = LlamaConfig(
+    architectures=["LlamaForCausalLM"],
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,

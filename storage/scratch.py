@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ def folder(kind: str) -> Iterator[Path]:
     Args:
         kind: what it is for, a word; folders of dead processes of this kind are removed first.
     """
-    prefix = f"rollbook-{kind}-"
+    # A lock holds on this machine only, and several may share the place.
+    prefix = f"rollbook-{kind}-{socket.gethostname()}-"
     _sweep(prefix)
     path = Path(tempfile.mkdtemp(prefix=prefix))
     held = _lock(path)

@@ -6,7 +6,7 @@ tried on it and rolled back.
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import psycopg
 import pytest
@@ -59,7 +59,7 @@ def segment(**columns: str) -> str:
         "engine_id": "'e'",
         "fence": "1",
     } | columns
-    return f"INSERT INTO segments({', '.join(row)}) VALUES ({', '.join(row.values())}); "
+    return _insert("segments", row)
 
 
 def attempt(**columns: str) -> str:
@@ -72,7 +72,7 @@ def attempt(**columns: str) -> str:
         "gen": "0",
         "submitted_version": "1",
     } | columns
-    return f"INSERT INTO attempts({', '.join(row)}) VALUES ({', '.join(row.values())}); "
+    return _insert("attempts", row)
 
 
 def queued(**columns: str) -> str:
@@ -87,7 +87,7 @@ def queued(**columns: str) -> str:
         "chain_lengths": "'{8}'",
         "members": "2",
     } | columns
-    return f"INSERT INTO queue({', '.join(row)}) VALUES ({', '.join(row.values())}); "
+    return _insert("queue", row)
 
 
 def group(**columns: str) -> str:
@@ -101,7 +101,7 @@ def group(**columns: str) -> str:
         "task_id": "'t'",
         "task": "'{}'",
     } | columns
-    return f"INSERT INTO groups({', '.join(row)}) VALUES ({', '.join(row.values())}); "
+    return _insert("groups", row)
 
 
 def run(**columns: str) -> str:
@@ -116,7 +116,12 @@ def run(**columns: str) -> str:
         "group_size": "2",
         "importance": "'5.0'",
     } | columns
-    return f"INSERT INTO runs({', '.join(row)}) SELECT {', '.join(row.values())} FROM runs; "
+    return _insert("runs", row, "FROM runs")
+
+
+def _insert(table: str, row: Mapping[str, str], source: str = "") -> str:
+    """One row, of SQL expressions by column."""
+    return f"INSERT INTO {table}({', '.join(row)}) SELECT {', '.join(row.values())} {source}; "
 
 
 OK = "status = 'completed', reward = 1.0, chain_lengths = '{8}'"

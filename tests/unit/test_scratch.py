@@ -1,6 +1,7 @@
 """Folders that do not outlive their process, even one that was killed."""
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -76,7 +77,7 @@ def test_what_a_living_process_uses_is_not_touched() -> None:
 def test_other_kinds_and_young_folders_are_left_alone(place: Path) -> None:
     process, left = hold()
     end(process)
-    (young := place / "rollbook-harness-x").mkdir()
+    (young := place / f"rollbook-harness-{socket.gethostname()}-x").mkdir()
     with scratch.folder("harness"):
         assert left.exists()
         assert young.exists()
