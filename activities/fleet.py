@@ -98,8 +98,8 @@ async def _make_room(
     """If no slot is free, unload what no run needs, then older versions that nobody pins.
 
     An engine with one slot swaps. A version that is only kept for an evaluation yields last. What
-    another run serves or samples, or a publication is loading, stays. So does what is newer than the version to load: whoever asks for the older one read the ledger
-    before the newer was served.
+    another run serves or samples, or a publication is loading, stays. So does what is newer than the
+    version to load: whoever asks for the older one read the ledger before the newer was served.
     """
     if name in health.policies:
         return
