@@ -1,12 +1,14 @@
 """`wait` never lets a group expire, and holds only when it must: checked against brute force."""
 
 import random
+from collections.abc import Sequence
 from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from domain.packing import rows_needed
+from domain.planning import Hold, Ready, Running, Step, plan
 from domain.staleness import choose_batch, may_advance
 
 
@@ -29,13 +31,39 @@ def fits(current: int, groups: int, deadlines: tuple[int, ...]) -> bool:
     return False
 
 
+def planned(
+    ready: Sequence[int], running: Sequence[int], current: int, groups: int, bound: int
+) -> list[int] | Hold | None:
+    """What PLAN does: the groups it takes, or its hold; None: it waits for more groups."""
+    decision = plan(
+        "deadline",
+        [Ready(g, 0, g, version, (1,)) for g, version in enumerate(ready)],
+        [Running(100 + g, version) for g, version in enumerate(running)],
+        current=current,
+        groups_per_step=groups,
+        bound=bound,
+        hold=True,
+        draining=False,
+        overflow="accumulate",
+        rows=1,
+        width=1,
+        admit=groups,
+    )
+    if isinstance(decision, Step):
+        return [row.group for row in decision.take]
+    return decision if isinstance(decision, Hold) else None
+
+
 def test_hold_rule_equals_exhaustive_matching_on_10_000_instances() -> None:
+    """With the rule itself, and with PLAN when B fresh groups are ready."""
     draw = random.Random(7)
     for _ in range(10_000):
         groups, bound, current = draw.randint(1, 2), draw.randint(0, 3), 10
         ages = [current - draw.randint(0, bound) for _ in range(draw.randint(0, 5))]
         expected = fits(current, groups, tuple(v + bound for v in ages))
         assert may_advance(current, groups, bound, ages) is expected, (groups, bound, ages)
+        decision = planned([current] * groups, ages, current, groups, bound)
+        assert isinstance(decision, Hold) is not expected, (groups, bound, ages)
 
 
 @given(
@@ -53,6 +81,8 @@ def test_a_hold_means_that_no_choice_is_safe(
     chosen = choose_batch(
         dict(enumerate(ready)), {100 + i: v for i, v in enumerate(running)}, 10, groups, bound
     )
+    decision = planned(ready, running, 10, groups, bound)
+    assert chosen == (decision if isinstance(decision, list) else None)
     if chosen is not None or len(ready) < groups:
         return
     for subset in combinations(range(len(ready)), groups):

@@ -60,7 +60,8 @@ class Simulation:
             self.served = self.version
         self.hand_over()
         self.finish(self.now)
-        self.expired += sum(self.version - r.version > self.bound for r in self.ready)
+        outstanding = [r.version for r in self.ready] + [v for _, v in self.running.values()]
+        self.expired += sum(self.version - version > self.bound for version in outstanding)
         decision = plan(
             self.order,  # type: ignore[arg-type]
             self.ready,

@@ -104,6 +104,7 @@ def test_filtered_sampling_with_room_for_every_kept_id_is_accepted() -> None:
         (2, 1, 2, True),
         (1, 2, 1, False),
         (1, 2, 2, True),
+        (2, 2, 2, False),  # W17
         (3, 2, 4, True),
         (3, 3, 4, False),
     ],

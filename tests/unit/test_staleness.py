@@ -2,44 +2,63 @@
 
 import pytest
 
-from domain.staleness import choose_batch, may_advance, slack, submit_gate, too_old
+from domain.planning import Hold, Ready, Running, Step, plan
+from domain.staleness import binding, choose_batch, may_advance, slack, submit_gate, too_old
+from tests.wait_vectors import VECTORS, Vector
 
-HOLD, ADVANCE = False, True
+W = pytest.mark.parametrize("w", VECTORS, ids=lambda w: w.name)
 
 
-@pytest.mark.parametrize(
-    ("name", "current", "groups", "bound", "outstanding", "advances"),
-    [
-        ("W1 nothing outstanding", 12, 2, 2, [], ADVANCE),
-        ("W2 one fresh group", 12, 2, 2, [12], ADVANCE),
-        ("W3 one group at its last version", 12, 2, 2, [10], HOLD),
-        ("W4 two expire next, B=2", 12, 2, 2, [11, 11], ADVANCE),
-        ("W5 three expire next, B=2", 12, 2, 2, [11, 11, 11], HOLD),
-        ("W6 v10 may train at 12", 11, 1, 2, [10], ADVANCE),
-        ("W7 v10 may not train at 13", 12, 1, 2, [10], HOLD),
-        ("W8 one due 13, two due 14, B=1", 12, 1, 2, [11, 12, 12], HOLD),
-        ("W9 one due 13, one due 14, B=1", 12, 1, 2, [11, 12], ADVANCE),
-        ("W10 three v11 fit", 11, 1, 3, [11, 11, 11], ADVANCE),
-        ("W11 a fourth does not", 11, 1, 3, [11, 11, 11, 11], HOLD),
-        ("W12 S=0, one outstanding", 5, 4, 0, [5], HOLD),
-        ("W13 S=0, none", 5, 4, 0, [], ADVANCE),
-        ("W14 ahead=2, S=1", 0, 2, 1, [0] * 4, HOLD),
-        ("W15 ahead=2, S=2", 0, 2, 2, [0] * 4, ADVANCE),
-        ("W16 sync_every=2, ahead=1", 7, 2, 2, [6, 6], ADVANCE),
-        ("W17 sync_every=2, ahead=2", 7, 2, 2, [6] * 4, HOLD),
-        ("W18 mixed ages", 20, 4, 3, [18] * 4 + [19] * 4 + [20] * 4, ADVANCE),
-        ("W19 one more at the tightest", 20, 4, 3, [18] * 5 + [19] * 4 + [20] * 3, HOLD),
-        ("W20 overflow at the middle deadline", 20, 4, 3, [18] * 4 + [19] * 5, HOLD),
-    ],
-)
-def test_wait_holds_exactly_when_the_table_says(
-    name: str, current: int, groups: int, bound: int, outstanding: list[int], advances: bool
-) -> None:
-    assert may_advance(current, groups, bound, outstanding) is advances, name
+@W
+def test_wait_holds_exactly_when_the_table_says(w: Vector) -> None:
+    assert may_advance(w.current, w.groups, w.bound, w.outstanding) is (not w.holds)
+    assert slack(w.current, w.groups, w.bound, w.outstanding) == w.slack
+    tightest = binding(w.current, w.groups, w.bound, w.outstanding)
+    assert tightest == (None if w.deadline is None else (w.deadline, w.slack))
+
+
+@pytest.mark.parametrize("still", ["sampled", "complete"])
+@W
+def test_plan_holds_with_the_table_and_names_every_group_that_is_due(w: Vector, still: str) -> None:
+    """The vector's groups are what is left beside the B that would train."""
+    youngest = w.current if still == "sampled" else min(w.outstanding, default=w.current)
+    rows = [Ready(g, 0, g, youngest, (8,)) for g in range(w.groups)]
+    left = list(enumerate(w.outstanding, w.groups))
+    if still == "complete":
+        rows += [Ready(g, 0, g, version, (8,)) for g, version in left]
+        left = []
+    decision = plan(
+        "deadline",
+        rows,
+        [Running(g, version) for g, version in left],
+        current=w.current,
+        groups_per_step=w.groups,
+        bound=w.bound,
+        hold=True,
+        draining=False,
+        overflow="accumulate",
+        rows=1,
+        width=8,
+        admit=w.groups,
+    )
+    if not w.holds:
+        assert isinstance(decision, Step)
+        assert [row.group for row in decision.take] == [*range(w.groups)]
+        return
+    assert isinstance(decision, Hold)
+    assert (decision.binding_deadline, decision.slack) == (w.deadline, w.slack)
+    assert sorted(decision.binding_groups) == [
+        g for g, v in enumerate(w.outstanding, w.groups) if v + w.bound <= (w.deadline or 0)
+    ]
 
 
 def test_slack_of_nothing_is_the_whole_window() -> None:
     assert slack(12, 2, 3, []) == 6
+
+
+def test_a_deadline_that_has_passed_leaves_no_place_and_takes_none_from_later_ones() -> None:
+    assert slack(12, 2, 2, [8]) == -1
+    assert binding(12, 2, 2, [8, 12]) == (10, -1)
 
 
 @pytest.mark.parametrize(
