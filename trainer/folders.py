@@ -36,7 +36,8 @@ def materialise_tiny(tiny: TinyModel, folder: Path) -> None:
     vocabulary = {character: i for i, character in enumerate(tiny.alphabet)}
     eos = vocabulary[EOS] = len(tiny.alphabet)
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    # (?m) lets the dot be a line's end too: two in a row are two characters.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([EOS])
     config = {

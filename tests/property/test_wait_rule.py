@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from domain.packing import rows_needed
 from domain.planning import Hold, Ready, Running, Step, plan
-from domain.staleness import choose_batch, may_advance
+from domain.staleness import choose_batch, may_advance, submit_gate
 
 
 def fits(current: int, groups: int, deadlines: tuple[int, ...]) -> bool:
@@ -88,6 +88,26 @@ def test_a_hold_means_that_no_choice_is_safe(
     for subset in combinations(range(len(ready)), groups):
         rest = [v for i, v in enumerate(ready) if i not in subset]
         assert not may_advance(10, groups, bound, [*rest, *running])
+
+
+@given(
+    groups=st.integers(1, 3),
+    bound=st.integers(0, 3),
+    outstanding=st.lists(st.integers(5, 10), max_size=8),
+    served=st.integers(6, 10),
+    wanted=st.integers(0, 8),
+)
+@settings(max_examples=500)
+def test_the_gate_admits_as_many_as_fit_and_no_more(
+    groups: int, bound: int, outstanding: list[int], served: int, wanted: int
+) -> None:
+    def fit(versions: list[int]) -> bool:
+        due = [version + bound for version in versions]
+        return all(sum(d <= at for d in due) <= groups * max(0, at - 10 + 1) for at in due)
+
+    allowed = submit_gate(10, groups, bound, outstanding, served, wanted)
+    fitting = [n for n in range(wanted + 1) if fit([*outstanding, *[served] * n])]
+    assert allowed == max(fitting, default=0)
 
 
 @given(st.lists(st.integers(1, 16), max_size=40), st.randoms())

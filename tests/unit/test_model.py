@@ -166,6 +166,9 @@ def test_the_tiny_tokenizer_knows_each_character(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.encode("123=").ids == [1, 2, 3, 10]
     assert tokenizer.decode([3, 2, 1, 11]) == "321"
+    folders.materialise_tiny(TinyModel(alphabet="a\n", dim=4, heads=2), tmp_path / "lines")
+    lines = Tokenizer.from_file(str(tmp_path / "lines" / "tokenizer.json"))
+    assert lines.encode("a\n\na").ids == [0, 1, 1, 0]
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 11
 
 

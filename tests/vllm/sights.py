@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from PIL import Image as Picture
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -58,7 +58,6 @@ def materialise(folder: Path) -> Any:
     """Write the model's folder, weights apart; its configuration."""
     materialise_tiny(TinyModel(alphabet=ALPHABET, max_positions=CONTEXT), folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), behavior="isolated")
     eos = tokenizer.token_to_id("<eos>")
     tokenizer.add_special_tokens(_SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))

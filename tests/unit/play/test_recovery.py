@@ -4,10 +4,7 @@ import pytest
 
 from activities.chat import Chat
 from activities.play import play
-from domain.environments import (
-    PromptSource,
-    RolloutView,
-)
+from domain.environments import Outcome, PromptSource, RolloutView, TurnResult
 from domain.errors import (
     Fenced,
 )
@@ -49,6 +46,30 @@ async def test_a_stateless_environment_is_reset_and_its_answered_calls_are_not_r
     assert await play(env, TASK, second, config=config(), chat=chat) == expected
     assert env.log == ["reset", "turn 2", "reward", "close"]
     assert [*first.segments, *second.segments] == whole.segments
+
+
+@pytest.mark.parametrize("died", [1, 2])
+async def test_budgets_and_caps_go_on_where_they_stood(chat: Chat, died: int) -> None:
+    class Capped(Adder):
+        async def on_turn(self, rollout: RolloutView) -> TurnResult:
+            more: list[Message] = [{"role": "user", "content": "go on"}]
+            return TurnResult(more, max_turn_tokens=20 if rollout.turns == 1 else None)
+
+    async def played(recorder: Scripted, **budget: int) -> Outcome:
+        limits = config(segment_tokens=10, **budget)
+        return await play(Capped(), TASK, recorder, config=limits, chat=chat)
+
+    for budget, cause in (({"max_generated_tokens": 25}, "tokens"), ({}, "turn_tokens")):
+        whole = Scripted(chat, "abcdefg", "x" * 40)
+        expected = await played(whole, **budget)
+        assert (expected.status, expected.cause) == (Status.TRUNCATED, cause)
+        first = Scripted(chat, "abcdefg", "x" * 40)
+        first.fail_at = (died, Fenced("killed"))
+        with pytest.raises(Fenced):
+            await played(first, **budget)
+        second = first.again(segments=died, states=len(first.states))
+        assert await played(second, **budget) == expected
+        assert [*first.segments, *second.segments] == whole.segments
 
 
 async def test_a_rewritten_chain_is_taken_up_too(chat: Chat) -> None:

@@ -52,6 +52,20 @@ async def test_a_session_is_held_to_its_budget(chat: Chat) -> None:
     assert [len(s.sampled_ids) for s in recorder.segments] == [30, 30, 10]
 
 
+async def test_after_its_final_answer_a_session_takes_no_further_turn(chat: Chat) -> None:
+    said: list[Message] = []
+
+    async def run(task: Task, recorder: Recorder) -> Outcome:
+        while True:
+            said.append(await recorder.chat([{"role": "user", "content": "hi"}]))
+
+    recorder = Scripted(chat, "abc", "the end", "one more")
+    limits = config(max_generated_tokens=24, final_answer_reserve=20)
+    outcome = await play(Session(run), TASK, recorder, config=limits, chat=chat)
+    assert (outcome.status, outcome.cause) == (Status.TRUNCATED, "turns")
+    assert [message["content"] for message in said] == ["abc", "the end"]
+
+
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [

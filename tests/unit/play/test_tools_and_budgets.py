@@ -133,15 +133,24 @@ async def test_a_used_up_budget_truncates_with_its_cause(
     )
 
 
-async def test_on_truncated_may_judge(chat: Chat) -> None:
+@pytest.mark.parametrize(
+    ("budget", "cause"), [({"max_generated_tokens": 10}, "tokens"), ({"max_turns": 1}, "turns")]
+)
+async def test_on_truncated_may_judge_what_the_model_said_last(
+    chat: Chat, budget: dict[str, int], cause: str
+) -> None:
     class Judge(Adder):
         async def on_truncated(self, rollout: RolloutView, task: Task, cause: str) -> float:
             assert rollout.messages[-1]["role"] == "assistant"
             return -1.0
 
-    recorder = Scripted(chat, "x" * 100)
-    outcome = await play(Judge(), TASK, recorder, config=config(max_generated_tokens=10), chat=chat)
-    assert (outcome.status, outcome.reward) == (Status.TRUNCATED, Reward(-1.0))
+    recorder = Scripted(chat, call("add", a=1), "5")
+    outcome = await play(Judge(), TASK, recorder, config=config(**budget), chat=chat)
+    assert (outcome.status, outcome.cause, outcome.reward) == (
+        Status.TRUNCATED,
+        cause,
+        Reward(-1.0),
+    )
 
 
 async def test_the_group_deadline_stops_at_a_segment_border(chat: Chat) -> None:
@@ -169,6 +178,41 @@ async def test_with_a_reserve_the_model_is_told_once_to_answer(chat: Chat) -> No
     assert len(first.sampled_ids) == 80
     delta = second.prompt_ids[len(first.prompt_ids) + 80 :]
     assert text(chat, delta) == f"<eos>[user]{ANSWER_NOW['content']}[assistant]"
+
+
+async def test_the_reserve_is_kept_back_of_the_context_too(chat: Chat) -> None:
+    recorder = Scripted(chat, "x" * 400, "5")
+    recorder.left[0] = recorder.left[0][:300]
+    begun = len(chat.prompt([{"role": "user", "content": "add"}], [t.schema for t in Adder.tools]))
+    outcome = await play(
+        Adder(),
+        TASK,
+        recorder,
+        config=config(max_context_tokens=begun + 400, final_answer_reserve=100),
+        chat=chat,
+    )
+    first, second = recorder.segments
+    assert len(first.prompt_ids) + len(first.sampled_ids) == begun + 300
+    assert outcome.reward == Reward(1.0)
+    assert len(second.prompt_ids) + len(second.sampled_ids) <= begun + 400
+
+
+async def test_no_cap_of_a_turn_is_a_reason_to_answer_nor_one_of_the_answer(chat: Chat) -> None:
+    class Capped(Adder):
+        async def on_turn(self, rollout: RolloutView) -> TurnResult:
+            return TurnResult([{"role": "user", "content": "short"}], max_turn_tokens=4)
+
+    limits = config(max_generated_tokens=100, final_answer_reserve=20, max_turn_tokens=50)
+    recorder = Scripted(chat, "a turn", "123456789", "5")
+    outcome = await play(Capped(), TASK, recorder, config=limits, chat=chat)
+    assert (outcome.status, outcome.cause) == (Status.TRUNCATED, "turn_tokens")
+    assert len(recorder.segments) == 2
+
+    limits = config(max_generated_tokens=24, final_answer_reserve=20)
+    recorder = Scripted(chat, "abc", "123456789")  # the cap is of the turn that is not taken
+    outcome = await play(Capped(), TASK, recorder, config=limits, chat=chat)
+    assert outcome.status is Status.COMPLETED
+    assert [len(s.sampled_ids) for s in recorder.segments] == [4, 10]
 
 
 async def test_the_final_answer_too_has_an_end(chat: Chat) -> None:
@@ -228,6 +272,47 @@ async def test_an_environment_may_cap_the_next_turn(chat: Chat) -> None:
     outcome = await play(Capped(), TASK, recorder, config=config(), chat=chat)
     assert (outcome.status, outcome.cause) == (Status.TRUNCATED, "turn_tokens")
     assert [len(s.sampled_ids) for s in recorder.segments] == [14, 4]
+
+
+@pytest.mark.parametrize(("of_turn", "of_run"), [(4, 9), (9, 4)])
+async def test_of_two_caps_the_lower_one_holds(chat: Chat, of_turn: int, of_run: int) -> None:
+    class Capped(Adder):
+        async def on_turn(self, rollout: RolloutView) -> TurnResult:
+            return TurnResult([{"role": "user", "content": "short"}], max_turn_tokens=of_turn)
+
+    recorder = Scripted(chat, "abc", "123456789")
+    limits = config(max_turn_tokens=of_run)
+    outcome = await play(Capped(), TASK, recorder, config=limits, chat=chat)
+    assert (outcome.status, outcome.cause) == (Status.TRUNCATED, "turn_tokens")
+    assert [len(s.sampled_ids) for s in recorder.segments] == [4, 4]
+
+
+async def test_a_cap_is_for_one_turn(chat: Chat) -> None:
+    class Once(Adder):
+        async def on_turn(self, rollout: RolloutView) -> TurnResult | list[Message] | None:
+            more: list[Message] = [{"role": "user", "content": "go on"}]
+            match rollout.turns:
+                case 1:
+                    return TurnResult(more, max_turn_tokens=4)
+                case 2:
+                    return more
+            return None
+
+    recorder = Scripted(chat, "abc", "def", "123456789")
+    outcome = await play(Once(), TASK, recorder, config=config(), chat=chat)
+    assert outcome.status is Status.COMPLETED
+    assert [len(s.sampled_ids) for s in recorder.segments] == [4, 4, 10]
+
+
+async def test_what_is_no_tool_output_is_never_elided(chat: Chat) -> None:
+    class Teller(Adder):
+        async def on_turn(self, rollout: RolloutView) -> list[Message] | None:
+            return [{"role": "user", "content": "x" * 2000}] if rollout.turns == 1 else None
+
+    recorder = Scripted(chat, "a", "b")
+    outcome = await play(Teller(), TASK, recorder, config=config(tool_output_tokens=20), chat=chat)
+    assert "x" * 2000 in text(chat, recorder.segments[1].prompt_ids)
+    assert "tool_outputs_elided" not in outcome.metrics
 
 
 async def test_images_are_counted_before_they_are_rendered(chat: Chat) -> None:
