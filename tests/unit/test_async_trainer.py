@@ -1,7 +1,7 @@
 """Every parameter of `RolloutEngine` and `AsyncTrainer` reaches the configuration that runs."""
 
 from dataclasses import fields
-from inspect import signature
+from inspect import Parameter, isasyncgenfunction, signature
 from typing import Any
 
 import pytest
@@ -22,8 +22,10 @@ from rollbook import (
     LeaveOneOut,
     Loss,
     RolloutEngine,
+    Step,
     TinyModel,
 )
+from rollbook.connect import STATE
 
 TINY = TinyModel(alphabet="ab", max_positions=64)
 
@@ -66,6 +68,70 @@ def test_the_defaults_are_those_of_the_signature() -> None:
     )
     assert (c.trainer.estimator, c.trainer.importance, c.checkpoint.every) == ("group", 5.0, 1)
     assert c.budget.max_context_tokens == 64  # the default budget follows the width
+
+
+MUST = Parameter.empty
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "seed": 0}
+TIMES: dict[str, Any] = {"sample_timeout": 1800.0, "environment_timeout": None}
+PINNED: dict[str, Any] = {"sampling_policy": "trajectory", "kv_cache": KVCache()}
+BOUND: dict[str, Any] = {
+    "max_staleness": 2,
+    "stale_policy": "wait",
+    "allow_trajectory_loss": False,
+    "allow_unbounded_staleness": False,
+}
+PACE: dict[str, Any] = {"order": "deadline", "ahead": 1, "sync_every": 1, "minibatches": 1}
+ROWS: dict[str, Any] = {"width": None, "rows": 8, "checkpoint_every": 1}
+KEPT: dict[str, Any] = {"run": MUST, "services": None, "state": STATE, "force": False}
+PROMISED: dict[Any, dict[str, Any]] = {
+    RolloutEngine: {"model": MUST, "env": MUST, "budget": Budget(), **PINNED, **SAMPLED, **TIMES},
+    AsyncTrainer: {
+        **dict.fromkeys(("engine", "optimizer", "completion", "groups_per_step"), MUST),
+        "group_size": 16,
+        "advantage": GroupCentered(),
+        "loss": Loss(),
+        **BOUND,
+        "truncation": "mask",
+        "truncation_by_cause": {},
+        **PACE,
+        **ROWS,
+        **KEPT,
+    },
+    KVCache: {"max_staleness": 0, "on_limit": "hold", "allow_reprefill": False},
+    GroupCompletion: {
+        "mode": "wait",
+        "min_members": 2,
+        "max_straggler_tokens": None,
+        "on_stragglers": "truncate",
+    },
+    Budget: {
+        "max_turns": 8,
+        "max_generated_tokens": 32_768,
+        "max_context_tokens": 131_072,
+        "segment_tokens": 4_096,
+        "final_answer_reserve": 0,
+        "tool_output_tokens": 4_096,
+        "max_turn_tokens": None,
+        "max_images": None,
+    },
+    GroupCentered: {"standardize": True},
+    LeaveOneOut: {},
+    Batchwise: {"standardize": False},
+}
+
+
+@pytest.mark.parametrize("kind", PROMISED, ids=lambda kind: kind.__name__)
+def test_every_parameter_has_the_promised_name_and_default(kind: Any) -> None:
+    found = signature(kind).parameters
+    assert {name: p.default for name, p in found.items()} == PROMISED[kind]
+    by_place = [name for name, p in found.items() if p.kind is not Parameter.KEYWORD_ONLY]
+    assert by_place == (["model"] if kind is RolloutEngine else [])
+
+
+def test_a_run_is_an_iterator_of_steps() -> None:
+    assert [*signature(AsyncTrainer.run).parameters] == ["self", "dataset", "steps"]
+    assert isasyncgenfunction(AsyncTrainer.run)
+    assert [field.name for field in fields(Step)] == ["n", "model_step", "metrics", "trajectories"]
 
 
 SEGMENT = {"sampling_policy": "segment", "kv_cache": KVCache(max_staleness=1)}

@@ -145,3 +145,11 @@ DEADLINE = {"mode": "deadline", "max_straggler_tokens": 9}
 def test_every_acknowledged_risk_names_its_cost(tables: dict[str, Any], words: list[str]) -> None:
     said = " ".join(acknowledged(config(**tables)))
     assert all(word in said for word in words), said
+
+
+def test_a_cost_is_named_only_where_it_can_arise() -> None:
+    (said,) = acknowledged(config(schedule={**MASK, "max_lag": 3}, sampling=SEGMENT))[:1]
+    assert "pinned" not in said
+    cut = {"overflow": "cut", "rows": 8}
+    schedule = {"order": "dataset", "stale_policy": "resubmit"}
+    assert acknowledged(config(schedule=schedule, trainer=cut)) == []

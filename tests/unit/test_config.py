@@ -192,9 +192,41 @@ def ending(on_stragglers: str) -> dict[str, Any]:
             {"sampling": {"policy": "segment", "kv_cache": {"on_limit": "refill"}}},
             "allow_reprefill = true",
         ),
+        (
+            "V5 resubmit",
+            {
+                "groups": ending("discard"),
+                "schedule": {"stale_policy": "resubmit", "allow_trajectory_loss": True},
+            },
+            "partial groups",
+        ),
+        (
+            "V7 dataset",
+            {
+                "groups": ending("carry_over"),
+                "schedule": {**MASK, "order": "dataset"},
+                "trainer": {"estimator": "batch"},
+            },
+            'order "deadline" or "admission"',
+        ),
+        (
+            "V8 pinned",
+            {"sampling": {"kv_cache": {"allow_reprefill": True}}},
+            "keeps one version per rollout",
+        ),
         ("V9", {"schedule": {"order": "admission"}}, "can hold for ever"),
         ("V10", {"groups": {"admit": 99}}, "must not exceed"),
-        ("V15", {"trainer": {"importance": None}}, "needs trainer.importance"),
+        ("V10 rloo", {"groups": {"size": 1}, "trainer": {"estimator": "rloo"}}, "at least 2"),
+        (
+            "V15",
+            {"schedule": {"max_lag": 1}, "trainer": {"importance": None}},
+            "needs trainer.importance",
+        ),
+        (
+            "a reserve that fills the context",
+            {"trainer": {"width": 64}, "budget": {"final_answer_reserve": 64}},
+            "of the context of 64",
+        ),
     ],
 )
 def test_policy_settings_that_cannot_hold_together(
@@ -209,6 +241,7 @@ def test_policy_settings_that_cannot_hold_together(
     [
         ("K6", {"schedule": {**KEEP, "ahead": 5, "max_lag": 0}}),
         ("V4", {"groups": {"completion": {"on_stragglers": "discard", "max_straggler_tokens": 1}}}),
+        ("V4 all", {"groups": {"size": 2, **ending("truncate")}, "schedule": MASK}),
         ("V5", {"groups": ending("discard"), "schedule": MASK}),
         ("V6", {"groups": ending("truncate"), "schedule": {"allow_trajectory_loss": True}}),
         (
