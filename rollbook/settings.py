@@ -3,7 +3,7 @@
     Budget → [budget]     KVCache → [sampling.kv_cache]     GroupCompletion → [groups.completion]
     GroupCentered, LeaveOneOut, Batchwise → trainer.estimator     Loss, AdamW → [trainer]
 
-What each key means and which values are legal is said once, in `domain/config.py`; what cannot hold
+What each key means and which values are legal is said once, in `domain/config/`; what cannot hold
 together is refused there, when the trainer is made.
 """
 
