@@ -5,8 +5,13 @@ too many in a row mean that the environment, the budgets, the rows or the verifi
 the run fails with the causes it counted.
 """
 
+from collections.abc import Sequence
+
 from storage.database import Tx
 from storage.runs import Run
+
+ERROR_LIMIT = 300
+"""Characters of an attempt's error that a failure of the run repeats."""
 
 
 def empty_steps(tx: Tx, run: Run, step: int) -> str | None:
@@ -25,7 +30,14 @@ def empty_steps(tx: Tx, run: Run, step: int) -> str | None:
     assert row is not None
     if row["n"] <= limit:
         return None
-    causes = _causes(tx, run.id, step - row["n"] + 1)
+    first = step - row["n"] + 1
+    ended = tx.execute(
+        """SELECT group_id FROM groups WHERE run_id = %(run)s AND closed_step >= %(first)s
+        UNION SELECT group_id FROM queue
+        WHERE run_id = %(run)s AND closed_step >= %(first)s AND state = 'cut'""",
+        {"run": run.id, "first": first},
+    ).fetchall()
+    causes = _causes(tx, run.id, [group["group_id"] for group in ended])
     return (
         f"{row['n']} steps in a row had no group to train, more than schedule.max_empty_batches = "
         f"{limit}: {causes}; see `rollbook inspect {run.id}`"
@@ -40,7 +52,7 @@ def unadmitted_groups(tx: Tx, run: Run) -> str | None:
     limit = run.config.schedule.max_empty_batches * run.config.tasks.batch_size
     row = tx.execute(
         """
-        SELECT count(*) AS n, min(closed_step) AS first FROM groups g JOIN runs r USING (run_id)
+        SELECT count(*) AS n, array_agg(g.group_id) AS ended FROM groups g JOIN runs r USING (run_id)
         WHERE g.run_id = %(run)s AND g.state IN ('abandoned', 'expired')
             AND g.updated_at > greatest(r.resumed_at, (
                 SELECT max(q.admitted_at) FROM queue q WHERE q.run_id = %(run)s))
@@ -50,7 +62,7 @@ def unadmitted_groups(tx: Tx, run: Run) -> str | None:
     assert row is not None
     if row["n"] <= limit:
         return None
-    causes = _causes(tx, run.id, row["first"])
+    causes = _causes(tx, run.id, row["ended"])
     return (
         f"{row['n']} groups in a row ended without training, more than "
         f"schedule.max_empty_batches x tasks.batch_size = {limit}: {causes}; see "
@@ -88,17 +100,29 @@ def filtered_groups(tx: Tx, run: Run, share: int) -> str | None:
     )
 
 
-def _causes(tx: Tx, run: str, first: int) -> str:
+def _causes(tx: Tx, run: str, groups: Sequence[int]) -> str:
+    """How these groups ended, and the error that their attempts met most."""
+    those = {"run": run, "groups": list(groups), "limit": ERROR_LIMIT}
     rows = tx.execute(
         """
         SELECT what, cause, count(*) AS n FROM (
             SELECT state AS what, closed_cause AS cause FROM groups
-            WHERE run_id = %(run)s AND closed_step >= %(first)s
+            WHERE run_id = %(run)s AND group_id = ANY(%(groups)s) AND state <> 'cut'
             UNION ALL
             SELECT state, cause FROM queue
-            WHERE run_id = %(run)s AND closed_step >= %(first)s AND state = 'cut') ended
+            WHERE run_id = %(run)s AND group_id = ANY(%(groups)s) AND state = 'cut') ended
         GROUP BY 1, 2 ORDER BY 3 DESC, 1, 2
         """,
-        {"run": run, "first": first},
+        those,
     ).fetchall()
-    return ", ".join(f"{r['n']} {r['what']} ({r['cause']})" for r in rows) or "none was drawn"
+    causes = ", ".join(f"{r['n']} {r['what']} ({r['cause']})" for r in rows) or "none was drawn"
+    error = tx.execute(
+        """
+        SELECT concat_ws(': ', error_type, left(error, %(limit)s)) AS told FROM attempts
+        WHERE run_id = %(run)s AND group_id = ANY(%(groups)s) AND status = 'infra_error'
+            AND error IS NOT NULL
+        GROUP BY 1 ORDER BY count(*) DESC, 1 LIMIT 1
+        """,
+        those,
+    ).fetchone()
+    return causes if error is None else f"{causes}, most often after {error['told']}"

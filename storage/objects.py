@@ -92,6 +92,8 @@ class ObjectStore:
             won = [self._create(key, b"probe", digest(b"probe")) for _ in range(2)]
             self._s3.delete_object(Bucket=self.bucket, Key=key)
         except ClientError as error:
+            if (why := s3.wrong_clock(error)) is not None:
+                raise ConfigError(f"{where} refuses every request: {why}") from error
             if s3.code(error) in s3.REFUSED:
                 raise ConfigError(
                     f"{where} refuses the keys for bucket {self.bucket!r} ({s3.code(error)}); check "

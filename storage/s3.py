@@ -2,6 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
 import boto3
@@ -16,10 +18,14 @@ if TYPE_CHECKING:
 
 MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
 PRESENT = frozenset({"412", "PreconditionFailed"})
-REFUSED = frozenset({"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"})
+REFUSED = frozenset(
+    {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "RequestTimeTooSkewed"}
+)
 AGAIN = frozenset({"409", "ConditionalRequestConflict", "NoSuchUpload", "BadDigest"})
 """Settled by doing it again: another conditional write was under way; the answer to the completion
 of an upload was lost; the bytes were damaged on their way."""
+SIGNABLE_S = 300.0
+"""A clock that is wrong by less is not blamed."""
 
 
 def connect(services: Services, *, threads: int, attempts: int) -> "S3Client":
@@ -65,7 +71,8 @@ def asking(endpoint: str, bucket: str, key: str) -> Iterator[None]:
             raise ObjectMissing(
                 f"no bucket {bucket!r} at {endpoint}; check ROLLBOOK_S3_BUCKET"
             ) from error
-        raise ObjectError(f"{endpoint} refused {key!r}: {error}") from error
+        why = wrong_clock(error) or str(error)
+        raise ObjectError(f"{endpoint} refused {key!r}: {why}") from error
     except BotoCoreError as error:
         raise ObjectError(f"{endpoint} failed for {key!r}: {error}") from error
 
@@ -73,3 +80,20 @@ def asking(endpoint: str, bucket: str, key: str) -> Iterator[None]:
 def code(error: ClientError) -> str:
     """What the store calls it."""
     return error.response.get("Error", {}).get("Code", "")
+
+
+def wrong_clock(error: ClientError) -> str | None:
+    """What to do if the store refused a request because of this machine's clock; None if not so.
+
+    A signature carries the time, and is good for a quarter of an hour.
+    """
+    if code(error) not in REFUSED:
+        return None
+    try:
+        theirs = parsedate_to_datetime(error.response["ResponseMetadata"]["HTTPHeaders"]["date"])
+    except (KeyError, ValueError):
+        return None
+    ahead_s = (datetime.now(UTC) - theirs).total_seconds()
+    if abs(ahead_s) < SIGNABLE_S:
+        return None
+    return f"this machine's clock differs from the store's by {ahead_s:+.0f} s; set it (NTP)"

@@ -276,6 +276,12 @@ def test_groups_that_only_fail_stop_the_run_with_their_causes(ledger: Ledger) ->
     def abandon(*groups: int) -> None:
         for group in groups:
             run.hand_over()
+            run.do(
+                "UPDATE attempts SET status = 'infra_error', error_type = 'VerifierFailed', "
+                "error = 'no judge answers', state = 'finished', finished_at = now() "
+                "WHERE group_id = %s AND sample = 0",
+                group,
+            )
             run.abandon(group)
             assert waits(run.plan()) == "wait"
 
@@ -290,6 +296,9 @@ def test_groups_that_only_fail_stop_the_run_with_their_causes(ledger: Ledger) ->
     assert found.failure is not None
     assert "5 groups in a row ended without training" in found.failure
     assert "max_empty_batches x tasks.batch_size = 4" in found.failure
+    assert "5 abandoned (max_attempts), most often after VerifierFailed: no judge answers" in (
+        found.failure
+    )
     with pytest.raises(RunStopped, match="in a row ended without training"):
         run.plan()
 

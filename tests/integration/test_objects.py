@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ from domain.errors import ConfigError, DigestMismatch, ObjectError, ObjectMissin
 from domain.services import Services
 from storage import manifests, transfers
 from storage.objects import ObjectStore, digest
+from tests.chaos.clocks import wrong_clock
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +178,20 @@ def test_a_wrong_address_or_key_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=variable):
         ObjectStore(s3_services.model_copy(update=wrong), attempts=1).prepare()
+
+
+PREPARE = """import os
+from domain.services import Services
+from storage.objects import ObjectStore
+ObjectStore(Services.from_environment(os.environ), attempts=1).prepare()"""
+
+
+def test_a_wrong_clock_is_what_is_blamed(s3_services: Services, tmp_path: Path) -> None:
+    environ = {**os.environ, **s3_services.environment(), **wrong_clock(tmp_path / "clock", 7200.0)}
+    told = subprocess.run(
+        [sys.executable, "-c", PREPARE], env=environ, capture_output=True, text=True, check=False
+    )
+    assert re.search(r"clock differs from the store's by \+7\d\d\d s; set it", told.stderr)
 
 
 class FlippingProxy:
