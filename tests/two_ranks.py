@@ -1,7 +1,8 @@
 """One of two trainer processes for `tests/unit/test_ranks.py`: `python tests/two_ranks.py FOLDER`.
 
-torchrun's variables say which one. Rank 0 prints a JSON line for each case. With `breaks` behind the
-folder, rank 1 breaks in the middle of a step instead, and both tell of it.
+torchrun's variables say which one. Rank 0 prints a JSON line for each case. With `breaks RANK` behind
+the folder, that rank breaks in the middle of a step instead, and both tell of it; with `stuck`, rank 0
+is in a call that nothing interrupts when rank 1 breaks.
 """
 
 import json
@@ -9,15 +10,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from domain.config import RunConfig
@@ -25,8 +28,10 @@ from domain.errors import DataChanged, LedgerError, RollbookError, RunStopped
 from domain.ids import fold
 from domain.rollouts import Rollout, Segment, Status
 from trainer import determinism, folders, sharding
+from trainer.advantages import Estimator
 from trainer.batch import Batch
 from trainer.model import Policy, weights_digest
+from trainer.objective import Aggregation, Kind
 from trainer.optimizer import Optimizer
 from trainer.ranks import Ranks
 from trainer.sharding import Slice
@@ -34,32 +39,39 @@ from trainer.update import Learner
 from trainer.waiting import Stopped
 
 Groups = list[list[Rollout]]
+ADAPTER = {"rank": 3, "alpha": 6}
+ESTIMATORS: dict[str, dict[str, Any]] = {name: {"estimator": name} for name in get_args(Estimator)}
+ESTIMATORS["standardized batch"] = {"estimator": "batch", "standardize": True}
 SETTINGS: dict[str, dict[str, Any]] = {
-    f"{estimator}, {aggregation}, {loss}": {
-        "estimator": estimator,
-        "aggregation": aggregation,
-        "loss": loss,
-    }
-    for estimator in ("group", "mean", "rloo", "batch")
-    for aggregation in ("token-mean", "rollout-mean")
-    for loss in (("ppo", "cispo", "gspo") if estimator == "mean" else ("ppo",))
+    f"{estimator}, {aggregation}, {loss}": {**chosen, "aggregation": aggregation, "loss": loss}
+    for estimator, chosen in ESTIMATORS.items()
+    for aggregation in get_args(Aggregation)
+    for loss in get_args(Kind)
 } | {
     "dropped, kept in the baseline": {"estimator": "batch", "truncation": "drop"},
     "dropped, within the group": {"estimator": "group", "truncation": "drop"},
-    "standardized batch": {"estimator": "batch", "standardize": True},
     "kl and entropy": {"kl_coefficient": 0.1, "entropy_coefficient": 0.05},
     "sequence mask": {"sequence_mask": (0.2, 1.5)},
     "band": {"importance": (0.3, 2.0)},
     "one row a micro-batch": {"rows": 1},
     "layers computed again": {"activation_checkpointing": True, "rows": 1},
+    "an adapter": {"lora": ADAPTER, "rows": 1},
+    "an adapter, layers computed again": {"lora": ADAPTER, "activation_checkpointing": True},
+    "an adapter, kl": {"lora": ADAPTER, "kl_coefficient": 0.1},
 }
-
+"""Of the trainer, and `model.lora`."""
 
 PARALLEL = ("ddp", "fsdp")
 
 
 def learner(
-    folder: Path, ranks: Ranks, *, dtype: str = "float64", shard: bool = False, **trainer: Any
+    folder: Path,
+    ranks: Ranks,
+    *,
+    dtype: str = "float64",
+    shard: bool = False,
+    lora: dict[str, Any] | None = None,
+    **trainer: Any,
 ) -> Learner:
     kept = "float32" if dtype == "float64" else dtype
     config = RunConfig.parse(
@@ -67,7 +79,7 @@ def learner(
             "name": "t",
             "steps": 4,
             "tasks": {"source": "a:b", "dataset": "a:c"},
-            "model": {"tiny": {"dim": 16, "layers": 1, "heads": 2}, "dtype": kept},
+            "model": {"tiny": {"dim": 16, "layers": 1, "heads": 2}, "dtype": kept, "lora": lora},
             "budget": {"max_generated_tokens": 8},
             "trainer": {"width": 24, "rows": 2, "estimator": "mean", "lr": 1e-2, "grad_clip": None}
             | trainer,
@@ -76,6 +88,7 @@ def learner(
     device = determinism.settle(1, exact=True)
     source = folders.source_folder(config, folder)
     policy, reference = (Policy.build(source, config, device) for _ in range(2))
+    policy.adapt(config)
     for network in (policy.network, reference.network) if dtype == "float64" else ():
         network.double()
     with torch.no_grad():
@@ -117,6 +130,8 @@ SHARES: dict[str, Callable[[], list[Groups]]] = {
     "one is empty": lambda: [[], [group(0), group(1, 4)]],
     "one has nothing to say": lambda: [[group(0, reward=0.5)], [group(1, 4), group(2, 5)]],
 }
+EVERY_SHARE = [f"{estimator}, token-mean, ppo" for estimator in ESTIMATORS] + ["an adapter"]
+"""Settings that are compared for each of the shares, not only for uneven ones."""
 
 
 def gradients(trainer: Learner, groups: Groups) -> tuple[dict[str, Tensor], Mapping[str, float]]:
@@ -139,7 +154,7 @@ def gradients(trainer: Learner, groups: Groups) -> tuple[dict[str, Tensor], Mapp
 
 def compare(ranks: Ranks, folder: Path) -> None:
     for name, settings in SETTINGS.items():
-        kinds = list(SHARES) if name.endswith("token-mean, ppo") else ["uneven"]
+        kinds = list(SHARES) if name in EVERY_SHARE else ["uneven"]
         for kind in kinds:
             pooled = SHARES[kind]()
             whole = [g for of_rank in pooled for g in of_rank]
@@ -222,7 +237,9 @@ def narrow_weights(ranks: Ranks, folder: Path) -> None:
         many = learner(folder, ranks, shard=parallel == "fsdp", **settings)
         before = {n: t.clone() for n, t in many.optimizer.state().items() if "master" in n}
         kept = {n: sharding.local(t).clone() for n, t in many.policy.weights().items()}
-        norm = many.step(Batch(groups=pooled[ranks.rank]), 0).metrics["grad_norm"]
+        summed: set[str] = set()
+        with noting("all_reduce", summed), noting("reduce_scatter_single", summed):
+            norm = many.step(Batch(groups=pooled[ranks.rank]), 0).metrics["grad_norm"]
         after = many.optimizer.state()
         moved = [not torch.equal(after[n], t) for n, t in before.items() if t.numel()]
         weights = [
@@ -233,7 +250,54 @@ def narrow_weights(ranks: Ranks, folder: Path) -> None:
         kinds = sorted({str(t.dtype) for t in before.values()})
         case = f"{parallel}; bfloat16"
         told = {"masters": any(moved), "weights": max(weights), "kinds": kinds}
+        told["summed"] = sorted(summed)
         tell(ranks, case, norm=norm, expected=expected, each=ranks.exchange("moved", told))
+
+
+@contextmanager
+def noting(collective: str, kinds: set[str]) -> Iterator[None]:
+    """Note the dtypes of what is summed by a collective meanwhile."""
+    real = getattr(dist, collective)
+
+    def sum_up(*tensors: Tensor, **options: Any) -> Any:
+        given = [*tensors, *(t for t in options.values() if isinstance(t, Tensor))]
+        kinds.update(str(tensor.dtype) for tensor in given)
+        return real(*tensors, **options)
+
+    setattr(dist, collective, sum_up)
+    try:
+        yield
+    finally:
+        setattr(dist, collective, real)
+
+
+def passes(ranks: Ranks, folder: Path) -> None:
+    """How often the network and its layer run in a step: by micro-batch, and again if recomputed."""
+    mine = SHARES["even"]()[ranks.rank]
+    for parallel in PARALLEL:
+        for rows in (1, 8):
+            for again in (False, True):
+                trainer = learner(
+                    folder,
+                    ranks,
+                    shard=parallel == "fsdp",
+                    rows=rows,
+                    activation_checkpointing=again,
+                )
+                network, layer = (
+                    trainer.policy.network.transformer,
+                    trainer.policy.network.transformer.h[0],
+                )
+                runs = {"network": 0, "layer": 0}
+                network.register_forward_pre_hook(partial(count, runs, "network"))
+                layer.register_forward_pre_hook(partial(count, runs, "layer"))
+                assert trainer.step(Batch(groups=mine), 0).updated
+                case = f"{parallel}; {rows} rows{'; again' if again else ''}"
+                tell(ranks, case, each=ranks.exchange("runs", runs))
+
+
+def count(runs: dict[str, int], name: str, *_: object) -> None:
+    runs[name] += 1
 
 
 def one_share(ranks: Ranks, folder: Path) -> None:
@@ -310,14 +374,14 @@ def death(ranks: Ranks) -> None:
     os._exit(0)
 
 
-def breakage(ranks: Ranks, folder: Path) -> None:
-    """Rank 1 breaks and leaves while rank 0 adds up gradients; each tells what it raised."""
+def breakage(ranks: Ranks, folder: Path, which: int) -> None:
+    """One rank breaks and leaves while the other adds up gradients; each tells what it raised."""
 
     def fail(_: object) -> None:
         raise OverflowError("in the middle of a step")
 
     trainer = learner(folder, ranks)
-    if ranks.rank == 1:
+    if ranks.rank == which:
         ranks.add_up = fail  # type: ignore[method-assign, assignment]
     began = time.monotonic()
     try:
@@ -326,7 +390,15 @@ def breakage(ranks: Ranks, folder: Path) -> None:
     except Exception as error:  # noqa: BLE001
         found = {"error": [type(error).__name__, str(error)], "apart": ranks.apart}
         print(json.dumps(found | {"seconds": time.monotonic() - began}), flush=True)  # noqa: T201
-    os._exit(0)
+
+
+def stuck(ranks: Ranks) -> None:
+    """Rank 1 breaks while rank 0 waits as for a GPU: no exception reaches it."""
+    ranks.watch()
+    with ranks.sums():
+        if ranks.rank == 1:
+            raise OverflowError("while the other waits")
+        time.sleep(100)
 
 
 def tell(ranks: Ranks, case: str, **found: object) -> None:
@@ -334,19 +406,29 @@ def tell(ranks: Ranks, case: str, **found: object) -> None:
         print(json.dumps({"case": case} | found), flush=True)  # noqa: T201
 
 
+def everything(ranks: Ranks, folder: Path) -> None:
+    """The cases that both ranks live through, and the last, that one does not."""
+    compare(ranks, folder)
+    no_update(ranks, folder)
+    minibatches(ranks, folder)
+    updates(ranks, folder)
+    narrow_weights(ranks, folder)
+    passes(ranks, folder)
+    one_share(ranks, folder)
+    failures(ranks)
+    death(ranks)
+
+
 def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     with Ranks.joined(os.environ, timeout_s=60) as ranks:
-        if arguments[1:] == ["breaks"]:
-            breakage(ranks, folder / str(ranks.rank))
-        compare(ranks, folder / str(ranks.rank))
-        no_update(ranks, folder / str(ranks.rank))
-        minibatches(ranks, folder / str(ranks.rank))
-        updates(ranks, folder / str(ranks.rank))
-        narrow_weights(ranks, folder / str(ranks.rank))
-        one_share(ranks, folder / str(ranks.rank))
-        failures(ranks)
-        death(ranks)
+        match arguments[1:]:
+            case ["breaks", which]:
+                breakage(ranks, folder / str(ranks.rank), int(which))
+            case ["stuck"]:
+                stuck(ranks)
+            case []:
+                everything(ranks, folder / str(ranks.rank))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from domain.errors import LedgerError
 from domain.services import Services
 from storage import checkpoints, inputs, plans, runs, scratch, segments
@@ -22,7 +20,7 @@ from storage.database import Ledger, Tx, canonical
 from storage.objects import ObjectStore
 from storage.plans import Planned
 from storage.runs import Run
-from trainer import determinism
+from trainer import determinism, devices
 from trainer.batch import Batch
 from trainer.creation import Workshop
 from trainer.determinism import World
@@ -178,8 +176,7 @@ def _compute(ledger: Ledger, run: Run, learner: Learner, number: int, version: i
 def _differences(ledger: Ledger, run: Run, plan: Planned, before: bytes) -> Iterator[str]:
     """The inputs of a step that are not what was booked."""
     threads = int(run.world["threads"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    here = World.here(threads, device, shares=run.shares)
+    here = World.here(threads, devices.current(), shares=run.shares)
     if changed := World.read(run.world).differences(here):
         yield f"world: {changed}"
     row = ledger.call(_other_digests, run.id, plan.step)

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from domain.ids import fold
+from trainer import devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ def settle(threads: int, *, exact: bool) -> torch.device:
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return devices.current()
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
@@ -93,7 +94,8 @@ def generators() -> dict[str, Any]:
         "torch": bytes(torch.get_rng_state().numpy()).hex(),
     }
     if torch.cuda.is_available():
-        state["cuda"] = [bytes(s.numpy()).hex() for s in torch.cuda.get_rng_state_all()]
+        # This process's device alone: the others belong to other ranks.
+        state["cuda"] = [bytes(torch.cuda.get_rng_state().numpy()).hex()]
     return state
 
 
@@ -105,7 +107,7 @@ def restore_generators(state: Mapping[str, Any]) -> None:
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_bytes_tensor(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([_bytes_tensor(s) for s in state["cuda"]])
+        torch.cuda.set_rng_state(_bytes_tensor(state["cuda"][0]))
 
 
 def _bytes_tensor(text: str) -> torch.Tensor:

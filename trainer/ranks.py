@@ -16,19 +16,17 @@ A failure raises on every rank, with one type and one text, by one of two ways:
            store where the ranks met, the first note standing; the process leaves, its connections
            close, and a rank whose collective then raises reads the note and raises that instead
 
-A process that was killed leaves no note: the first survivor's does. All of them leave, and whoever
-launched them starts the world again under a new epoch. A peer that hangs without dying is given up
-after `timeout_s`. Nothing that may wait for long (rollouts, engines) waits inside a collective: it
+A process that was killed leaves no note: the first survivor's does (`trainer.note`). All of them
+leave, and whoever launched them starts the world again under a new epoch. A peer that hangs without
+dying is given up after `timeout_s`. Nothing that may wait for long (rollouts, engines) waits inside a collective: it
 is a poll, `pause`d between two exchanges.
 """
 
-import ctypes
 import json
-import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
+from threading import Event, Thread
 from typing import Any, Self, TypeVar
 
 import torch
@@ -37,24 +35,20 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from domain.errors import ConfigError, RunStopped
+from domain.errors import RunStopped
+from trainer import launcher
+from trainer.devices import place
+from trainer.note import Note, described, rebuilt
 from trainer.waiting import Kind, Stopped, Waits
 
 T = TypeVar("T")
 
-_SET_PDEATHSIG = 1
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_NOTE = "rollbook/broken"
 _GOES_LAST = {RunStopped.__name__: 1, Stopped.__name__: 2}
 """What may only follow from another rank's error (it fails its share, it is told to end)."""
 
 
 class RanksApart(RuntimeError):
     """Two ranks are at different points of the program: a defect, which ends the process."""
-
-
-class RankBroken(RuntimeError):
-    """Another rank raised what this one has no class for."""
 
 
 class Ranks:
@@ -69,7 +63,8 @@ class Ranks:
         self.readers = readers
         self.apart = False
         """Whether collectives are over: a failure could not be voted on, each leaves by itself."""
-        self._store = store
+        self._note = None if store is None else Note(store)
+        self._leaving = Event()
         self._agreed: Exception | None = None
 
     @classmethod
@@ -90,23 +85,31 @@ class Ranks:
         if "RANK" not in environ:
             yield cls()
             return
-        if missing := [name for name in _VARIABLES if name not in environ]:
-            raise ConfigError(
-                f"RANK = {environ['RANK']!r} is set without {', '.join(missing)}; start the trainer "
-                "with torchrun, or unset RANK to train in one process"
-            )
-        die_with_parent()
+        launcher.check(environ)
+        launcher.die_with_it()
         limit = timedelta(seconds=timeout_s)
+        here = place(int(environ["LOCAL_RANK"]), torch.cuda.device_count())
+        if here.bound is not None:
+            torch.cuda.set_device(here.bound)
         store, rank, size = next(rendezvous("env://", timeout=limit))
         ranks = cls(rank, size, store, readers=readers)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(
+            here.backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=limit,
+            device_id=here.bound,
+        )
+        if here.bound is not None:
+            ranks.watch()
         try:
             yield ranks
         finally:
+            ranks._leaving.set()
             dist.destroy_process_group()
+            if ranks.apart and rank == 0 and not launcher.keeps_the_store(environ):
+                Note(store).stay(size)
 
     @property
     def share(self) -> int:
@@ -170,7 +173,7 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if self.size == 1 or error is self._agreed or self._note(error) is error:
+            if self.size == 1 or error is self._agreed or self._leave(error) is error:
                 raise
             assert self._agreed is not None
             raise self._agreed from error
@@ -206,6 +209,8 @@ class Ranks:
         """Add up tensors over the ranks, in place. All ranks pass as many, of the same shapes."""
         if self.size == 1:
             return
+        # Over gloo, which notices a peer that has left; a GPU would wait for it in the sum below.
+        self.exchange("gradients", None)
         works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
         for work in works:
             work.wait()
@@ -213,7 +218,12 @@ class Ranks:
     def tell(self, error: Exception) -> None:
         """Let the others know of an error that was raised outside a vote, if they do not."""
         if self.size > 1 and error is not self._agreed:
-            self._note(error)
+            self._leave(error)
+
+    def watch(self) -> None:
+        """Have a thread leave with what another rank notes while a GPU keeps this one waiting."""
+        assert self._note is not None
+        Thread(target=self._note.watch, args=(self._leaving,), name="note", daemon=True).start()
 
     def _vote(
         self, what: str, act: Callable[[], T], say: Callable[[T], Any]
@@ -230,15 +240,15 @@ class Ranks:
     def _exchange(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
         mine: dict[str, Any] = {"what": what, "value": value}
         if error is not None:
-            mine["error"] = _described(error)
+            mine["error"] = described(error)
         raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         with self.sums():
             answers = [json.loads(part.numpy().tobytes()) for part in self._gather(raw)]
         failures = [(r, a["error"]) for r, a in enumerate(answers) if "error" in a]
         failures.sort(key=lambda failure: _GOES_LAST.get(failure[1][1], 0))
         if failures:
-            rank, described = failures[0]
-            agreed = error if error and rank == self.rank else _rebuilt(described)
+            rank, told = failures[0]
+            agreed = error if error and rank == self.rank else rebuilt(told)
             self._agreed = agreed
             raise agreed
         points = [answer["what"] for answer in answers]
@@ -246,16 +256,15 @@ class Ranks:
             raise RanksApart(f"the ranks are at {points}, one each; please report this")
         return [answer["value"] for answer in answers]
 
-    def _note(self, error: Exception) -> Exception:
-        """The error that all ranks leave with, which is this one if none was noted before."""
+    def _leave(self, error: Exception) -> Exception:
+        """Part from the others; the error that all ranks leave with, this one if it is the first."""
+        assert self._note is not None
         self.apart = True
-        mine = json.dumps(_described(error))
-        try:
-            assert self._store is not None
-            noted = self._store.compare_set(_NOTE, "", mine).decode()
-        except RuntimeError:  # rank 0 may have taken the store with it
-            noted = mine
-        self._agreed = error if noted == mine else _rebuilt(json.loads(noted))
+        self._leaving.set()
+        self._agreed = self._note.leave(error)
+        # What waits for this rank fails at once, and what this one waits for on its device ends.
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.abort()
         return self._agreed
 
     def _gather(self, raw: Tensor) -> list[Tensor]:
@@ -269,28 +278,3 @@ class Ranks:
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
         return [part[: int(n)].clone() for part, n in zip(parts, lengths, strict=True)]
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when its launcher dies, which could not end it any more.
-
-    torchrun gives each rank a session of its own, so nothing else would. Linux only.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
-def _described(error: Exception) -> list[str]:
-    """An error as the other ranks can raise it: module, class and text."""
-    return [type(error).__module__, type(error).__qualname__, str(error)]
-
-
-def _rebuilt(described: Sequence[str]) -> Exception:
-    """Another rank's error, as this rank raises it."""
-    module, name, text = described
-    kind = getattr(sys.modules.get(module), name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        with suppress(TypeError):  # some take more than a text
-            if str(found := kind(text)) == text:
-                return found
-    return RankBroken(f"{name}: {text}")

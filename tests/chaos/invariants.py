@@ -69,7 +69,7 @@ def check_plans(stage: "Stage") -> None:
     rows = stage.query(
         "SELECT q.step, q.pos, q.group_id, q.part, g.batch FROM queue q "
         "JOIN groups g USING (run_id, group_id) WHERE q.run_id = %s AND q.step IS NOT NULL "
-        "ORDER BY q.step, q.pos",
+        "ORDER BY q.step, q.share, q.pos",
         stage.run,
     )
     parts = [(row["group_id"], row["part"]) for row in rows]

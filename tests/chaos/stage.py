@@ -387,7 +387,7 @@ class Stage:
             env=self.environment("audit"),
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=3 * PATIENCE_S,
             check=False,
         )
         steps = self.found().next_step - self.found().first_step

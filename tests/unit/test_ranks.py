@@ -6,28 +6,42 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from domain.errors import ConfigError
 from rollbook.stack import ports
-from tests.two_ranks import PARALLEL, SETTINGS, SHARES
+from tests.two_ranks import EVERY_SHARE, PARALLEL, SETTINGS, SHARES
+from trainer import launcher
+from trainer.devices import Place, place
 from trainer.ranks import Ranks
 
 PROGRAM = Path(__file__).parents[1] / "two_ranks.py"
 
 
-def told_by(folder: Path, *how: str) -> list[list[dict[str, Any]]]:
-    """The lines that each of two processes tells."""
+@dataclass(frozen=True)
+class Ended:
+    """One of the two processes."""
+
+    returncode: int
+    output: str
+    errors: str
+
+
+def processes(folder: Path, *how: str) -> list[Ended]:
+    """Two ranks of the program, when both have ended."""
     common = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": ports.LOOPBACK,
         "MASTER_PORT": str(ports.free_port()),
         "OMP_NUM_THREADS": "1",
     }
-    processes = [
+    started = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(folder), *how],
             env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -38,19 +52,22 @@ def told_by(folder: Path, *how: str) -> list[list[dict[str, Any]]]:
         for rank in range(2)
     ]
     try:
-        outputs = []
-        for process in processes:
-            output, errors = process.communicate(timeout=290)
-            assert process.returncode in (0, -signal.SIGKILL), errors[-4000:]
-            outputs.append(output)
+        told = [process.communicate(timeout=290) for process in started]
     finally:
-        for process in processes:
+        for process in started:
             process.kill()
             process.communicate()
-    return [
-        [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        for output in outputs
-    ]
+    return [Ended(p.returncode, *said) for p, said in zip(started, told, strict=True)]
+
+
+def told_by(folder: Path, *how: str) -> list[list[dict[str, Any]]]:
+    """The lines that each of two ranks tells."""
+    found = []
+    for ended in processes(folder, *how):
+        assert ended.returncode in (0, -signal.SIGKILL), ended.errors[-4000:]
+        lines = ended.output.splitlines()
+        found.append([json.loads(line) for line in lines if line.startswith("{")])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +81,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def test_the_step_is_that_of_one_process_with_all_rows(
     told: dict[str, dict[str, Any]], parallel: str
 ) -> None:
-    names = [f"{parallel}; {name}; {kind}" for name in SETTINGS for kind in SHARES]
-    compared = [name for name in names if name in told]
-    assert len(compared) == len(SETTINGS) + 4 * (len(SHARES) - 1)
-    for name in compared:
+    names = {f"{parallel}; {name}; uneven" for name in SETTINGS}
+    names |= {f"{parallel}; {name}; {kind}" for name in EVERY_SHARE for kind in SHARES}
+    assert names <= told.keys()
+    for name in names:
         assert told[name]["worst"] < 1e-6, name
         for figure, (pooled, alone) in told[name]["figures"].items():
             assert pooled == pytest.approx(alone, rel=1e-6, abs=1e-9), (name, figure)
@@ -116,8 +133,21 @@ def test_narrow_weights_are_trained_in_the_precision_of_their_masters(
     assert found["norm"] == pytest.approx(found["expected"], rel=0.02)
     for rank in found["each"]:
         assert rank["masters"]
-        assert rank["kinds"] == ["torch.float32"]
+        assert rank["kinds"] == rank["summed"] == ["torch.float32"]
         assert rank["weights"] < 0.2  # most of them are too coarse to move
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_a_micro_batch_is_a_pass_and_checkpointing_runs_each_layer_again(
+    told: dict[str, dict[str, Any]], parallel: str
+) -> None:
+    for rank in range(2):
+        whole, rows = (told[f"{parallel}; {n} rows"]["each"][rank] for n in (8, 1))
+        assert whole == {"network": 2, "layer": 2}  # to score, and to update
+        assert rows["network"] == rows["layer"] > 2
+        for kept, n in ((whole, 8), (rows, 1)):
+            again = told[f"{parallel}; {n} rows; again"]["each"][rank]
+            assert again == {"network": kept["network"], "layer": kept["network"] * 3 // 2}
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
@@ -152,10 +182,25 @@ def test_what_fails_on_one_rank_raises_the_same_error_on_all(
     assert told["none"]["answers"] == [[], []]
 
 
-def test_what_breaks_in_the_middle_of_a_sum_raises_the_same_error_on_all(tmp_path: Path) -> None:
-    for (rank,) in told_by(tmp_path, "breaks"):
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_breaks_in_the_middle_of_a_sum_raises_the_same_error_on_all(
+    tmp_path: Path, which: int
+) -> None:
+    """Also where rank 0 breaks, which keeps the store that the error is noted in."""
+    for (rank,) in told_by(tmp_path, "breaks", str(which)):
         assert rank.pop("seconds") < 10
         assert rank == {"error": ["OverflowError", "in the middle of a step"], "apart": True}
+
+
+def test_a_rank_that_waits_where_nothing_reaches_it_leaves_with_what_another_noted(
+    tmp_path: Path,
+) -> None:
+    began = time.monotonic()
+    first, second = processes(tmp_path, "stuck")
+    assert (first.returncode, second.returncode) == (0, 1)
+    assert "OverflowError('while the other waits')" in first.errors
+    assert "OverflowError: while the other waits" in second.errors
+    assert time.monotonic() - began < 60  # it would sleep for longer
 
 
 def test_rank_0_decides_for_all(told: dict[str, dict[str, Any]]) -> None:
@@ -168,6 +213,29 @@ def test_one_rank_that_is_told_to_stop_stops_all(told: dict[str, dict[str, Any]]
 
 def test_a_killed_rank_does_not_leave_the_other_waiting(told: dict[str, dict[str, Any]]) -> None:
     assert told["death"]["seconds"] < 10
+
+
+def test_each_rank_of_a_machine_takes_its_own_gpu_and_gloo_carries_what_is_said() -> None:
+    places = [place(rank, 2) for rank in range(2)]
+    assert [str(p.device) for p in places] == ["cuda:0", "cuda:1"]
+    assert [p.bound for p in places] == [p.device for p in places]
+    assert {p.backend for p in places} == {"cpu:gloo,cuda:nccl"}
+    with pytest.raises(ConfigError, match=r"process 3 of this machine has no GPU: there are 2"):
+        place(2, 2)
+
+
+def test_ranks_without_gpus_compute_on_cpus_and_add_up_over_gloo() -> None:
+    assert {place(rank, 0) for rank in range(9)} == {Place(torch.device("cpu"), "gloo")}
+    assert place(0, 0).bound is None
+
+
+def test_a_launcher_whose_store_would_outlive_a_world_is_refused() -> None:
+    started = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "1")
+    shared = started | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    launcher.check(started | {"TORCHELASTIC_MAX_RESTARTS": "5"})
+    launcher.check(shared | {"TORCHELASTIC_MAX_RESTARTS": "0"})
+    with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        launcher.check(shared | {"TORCHELASTIC_MAX_RESTARTS": "5"})
 
 
 def test_half_of_the_launchers_variables_are_refused() -> None:
