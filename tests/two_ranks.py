@@ -180,7 +180,9 @@ def no_update(ranks: Ranks, folder: Path) -> None:
     }
     for parallel in PARALLEL:
         for name, shares in cases.items():
-            dropping = {"estimator": "batch", "truncation": "drop"} if "dropped" in name else {}
+            dropping: dict[str, Any] = (
+                {"estimator": "batch", "truncation": "drop"} if "dropped" in name else {}
+            )
             trainer = learner(folder, ranks, shard=parallel == "fsdp", **dropping)
             before = weights_digest(trainer.policy.weights())
             outcome = trainer.step(Batch(groups=shares[ranks.rank]), 0)

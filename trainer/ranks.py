@@ -16,10 +16,10 @@ A failure raises on every rank, with one type and one text, by one of two ways:
            store where the ranks met, the first note standing; the process leaves, its connections
            close, and a rank whose collective then raises reads the note and raises that instead
 
-A process that was killed leaves no note: the first survivor's does (`trainer.note`). All of them
+A process that was killed leaves no note: the first survivor does (`trainer.note`). All of them
 leave, and whoever launched them starts the world again under a new epoch. A peer that hangs without
-dying is given up after `timeout_s`. Nothing that may wait for long (rollouts, engines) waits inside a collective: it
-is a poll, `pause`d between two exchanges.
+dying is given up after `timeout_s`. Nothing that may wait for long (rollouts, engines) waits inside
+a collective: it is a poll, `pause`d between two exchanges.
 """
 
 import json
