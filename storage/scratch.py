@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -23,16 +24,17 @@ YOUNG_S = 60.0
 
 
 @contextmanager
-def folder(kind: str) -> Iterator[Path]:
-    """A new folder in the system's place for temporary files (TMPDIR), closed to others.
+def folder(kind: str, within: Path | None = None) -> Iterator[Path]:
+    """A new folder, closed to others.
 
     Args:
         kind: what it is for, a word; folders of dead processes of this kind are removed first.
+        within: where; None: the system's place for temporary files (TMPDIR).
     """
-    # A lock holds on this machine only, and several may share the place.
-    prefix = f"rollbook-{kind}-{socket.gethostname()}-"
-    _sweep(prefix)
-    path = Path(tempfile.mkdtemp(prefix=prefix))
+    place = within or Path(tempfile.gettempdir())
+    begin = prefix(kind)
+    _sweep(place, begin)
+    path = Path(tempfile.mkdtemp(prefix=begin, dir=place))
     held = _lock(path)
     try:
         yield path
@@ -42,8 +44,18 @@ def folder(kind: str) -> Iterator[Path]:
             os.close(held)
 
 
-def _sweep(prefix: str) -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+def prefix(kind: str) -> str:
+    """How the names of this kind's folders begin on this machine.
+
+    A lock holds on one machine only, and several may share the place. Their names may be long, and
+    whoever makes sockets in a folder has a hundred letters for the whole path.
+    """
+    machine = blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+    return f"rollbook-{kind}-{machine}-"
+
+
+def _sweep(place: Path, begin: str) -> None:
+    for path in place.glob(f"{begin}*"):
         with suppress(OSError):  # others look too, and folders of other users are not ours to open
             if time.time() - path.stat().st_mtime < YOUNG_S:
                 continue

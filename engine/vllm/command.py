@@ -133,9 +133,19 @@ def _largest_rank(rank: int) -> int:
     return fitting[0]
 
 
-def environment(settings: Settings, outside: Mapping[str, str], *, cpu: bool) -> dict[str, str]:
-    """The server's environment, `outside` included."""
+def environment(
+    settings: Settings, outside: Mapping[str, str], sockets: Path, *, cpu: bool
+) -> dict[str, str]:
+    """The server's environment, `outside` included.
+
+    Args:
+        settings: how.
+        outside: what to pass on.
+        sockets: folder for those between its processes, which stay there when it is killed.
+        cpu: whether it computes on the CPU.
+    """
     ours = {
+        "VLLM_RPC_BASE_PATH": str(sockets),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

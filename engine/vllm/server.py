@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from typing import Protocol
 from domain.errors import ConfigError, EngineUnavailable
 from engine.vllm.command import Settings, argv, environment, is_cpu_build
 from engine.vllm.control import Control
+from storage import scratch
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ START_S = 900.0
 STOP_S = 15.0
 _TAIL_LINES = 40
 _PR_SET_PDEATHSIG = 1
+_SOCKETS_MOST = 103 - len("/01234567-89ab-cdef-0123-456789abcdef")
+"""Letters of a folder in which vLLM can make its sockets: macOS takes 103 for a whole path."""
 
 
 class Server(Protocol):
@@ -74,8 +78,9 @@ class OwnServer:
                 'min_p) needs; sample unfiltered, or with engine.kind = "builtin"'
             )
         self._settings = settings
-        self._environment = environment(settings, outside, cpu=self._cpu)
+        self._outside = dict(outside)
         self._log_file = log_file
+        self._litter = contextlib.ExitStack()
         self._process: asyncio.subprocess.Process | None = None
         self._control: Control | None = None
 
@@ -98,6 +103,7 @@ class OwnServer:
         port = _free_port()
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         command = argv(self._settings, model, port, dtype, cpu=self._cpu)
+        sockets = self._litter.enter_context(scratch.folder("vllm", socket_place()))
         log.info("starting vLLM on port %d with %s", port, model)
         with self._log_file.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
@@ -105,7 +111,7 @@ class OwnServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=self._environment,
+                env=environment(self._settings, self._outside, sockets, cpu=self._cpu),
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
                 start_new_session=True,
             )
@@ -126,7 +132,11 @@ class OwnServer:
         return self._process.returncode is None and await self._control.healthy()
 
     async def stop(self) -> None:
-        """End the process and everything it started."""
+        """End the process and everything it started, and remove what it leaves."""
+        with self._litter.pop_all():
+            await self._end()
+
+    async def _end(self) -> None:
         control, self._control = self._control, None
         process, self._process = self._process, None
         if control is not None:
@@ -214,6 +224,13 @@ class AttachedServer:
         if found is None:
             raise EngineUnavailable(f"vLLM at {self._control.url} does not tell when it started")
         return float(found[1])
+
+
+def socket_place() -> Path:
+    """Where a folder for a server's sockets may be made: TMPDIR unless that is too long."""
+    place = Path(tempfile.gettempdir())
+    name = scratch.prefix("vllm") + 8 * "x"
+    return place if len(str(place / name)) <= _SOCKETS_MOST else Path("/tmp")
 
 
 def _die_with_parent() -> None:

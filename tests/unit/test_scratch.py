@@ -1,7 +1,6 @@
 """Folders that do not outlive their process, even one that was killed."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -74,10 +73,29 @@ def test_what_a_living_process_uses_is_not_touched() -> None:
         end(process)
 
 
+def test_it_may_lie_elsewhere_and_what_was_left_there_is_removed_too(
+    place: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (left := elsewhere / f"{scratch.prefix('vllm')}x").mkdir()
+    grown_old = time.time() - 2 * scratch.YOUNG_S
+    os.utime(left, (grown_old, grown_old))
+    with scratch.folder("vllm", elsewhere) as path:
+        assert list(elsewhere.iterdir()) == [path]
+    assert list(place.iterdir()) == []
+
+
+def test_another_machine_has_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = scratch.prefix("vllm")
+    monkeypatch.setattr("socket.gethostname", lambda: "n" * 64)
+    assert scratch.prefix("vllm") != here
+    assert len(scratch.prefix("vllm")) == len(here)
+
+
 def test_other_kinds_and_young_folders_are_left_alone(place: Path) -> None:
     process, left = hold()
     end(process)
-    (young := place / f"rollbook-harness-{socket.gethostname()}-x").mkdir()
+    (young := place / f"{scratch.prefix('harness')}x").mkdir()
     with scratch.folder("harness"):
         assert left.exists()
         assert young.exists()

@@ -131,11 +131,13 @@ def test_what_vllm_says_instead_of_nan_is_no_log_probability(value: float | None
 
 def test_rollbooks_own_path_does_not_reach_the_other_environment() -> None:
     outside = {"PYTHONPATH": "/rollbook", "PATH": "/bin", "TORCH_COMPILE_DISABLE": "0"}
-    found = environment(Settings(python=PYTHON, threads=2), outside, cpu=True)
+    sockets = Path("/tmp/s")
+    found = environment(Settings(python=PYTHON, threads=2), outside, sockets, cpu=True)
     assert "PYTHONPATH" not in found
     assert (found["PATH"], found["OMP_NUM_THREADS"]) == ("/bin", "2")
     assert found["TORCH_COMPILE_DISABLE"] == "1"
-    assert environment(Settings(python=PYTHON), outside, cpu=False)["TORCH_COMPILE_DISABLE"] == "0"
+    on_a_gpu = environment(Settings(python=PYTHON), outside, sockets, cpu=False)
+    assert on_a_gpu["TORCH_COMPILE_DISABLE"] == "0"
 
 
 def test_a_runs_engine_section_decides_how_its_engine_starts() -> None:

@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
@@ -147,6 +148,14 @@ class Lab:
         for name, value in spoilt.items():
             setattr(stored, name, value)
         return await self.load(policy, stored, crossing=crossing)
+
+    def sockets(self) -> set[Path]:
+        """Unix sockets that the server's processes hold."""
+        assert self.server._process is not None
+        root = psutil.Process(self.server._process.pid)
+        family = [root, *root.children(recursive=True)]
+        held = {str(c.laddr) for one in family for c in one.net_connections(kind="unix")}
+        return {Path(address) for address in held - {""}}
 
     async def load(self, policy: str, stored: Stored, *, crossing: Crossing | None = None) -> int:
         self.source.stored[policy] = stored

@@ -8,6 +8,7 @@ import torch
 
 from activities.inference import Crossing, Generated
 from domain.errors import EngineBusy, EngineRefused, EngineUnavailable, WrongVersion
+from storage import scratch
 from tests.integration.engine.lab import Weights, idle, reach, sampling
 from tests.vllm.lab import CONTEXT, LONG, PROBE, QWEN3, Lab, probe_of
 
@@ -299,6 +300,8 @@ async def test_a_server_that_dies_leaves_an_empty_front_with_a_new_incarnation(
     before = await in_place.client.health(in_place.url)
     pending = asyncio.create_task(ask(in_place, prompt(8), "run@6", max_tokens=LONG))
     await reach(in_place.client, in_place.url, lambda health: health.running == 1)
+    sockets = in_place.sockets()
+    assert {path.parent.name.startswith(scratch.prefix("vllm")) for path in sockets} == {True}
     assert in_place.server._process is not None
     in_place.server._process.kill()
     with pytest.raises(EngineUnavailable):
@@ -317,3 +320,4 @@ async def test_a_server_that_dies_leaves_an_empty_front_with_a_new_incarnation(
     assert await in_place.serve("run@6", W[2]) == after.incarnation
     ids = prompt(9)
     assert error(W[2], ids, await ask(in_place, ids, "run@6")) < EXACT
+    assert not any(path.parent.exists() for path in sockets)
