@@ -29,8 +29,9 @@ from domain.errors import EngineError
 from domain.services import Services
 from rollbook.root import ROOT
 from rollbook.stack import ports
+from rollbook.stack.child import Command
 from rollbook.stack.stack import Stack
-from rollbook.stack.supervise import Command, Supervisor
+from rollbook.stack.supervise import Supervisor
 from storage import manifests
 from storage.objects import ObjectStore
 from trainer import publishing, tensor_files

@@ -17,8 +17,8 @@ from rollbook import evaluation
 from rollbook.launch import REFUSED, TRAINER, Job
 from rollbook.output import command, console, print_event, say
 from rollbook.progress import Progress
-from rollbook.stack.supervise import Report
-from rollbook.stack.supervise import State as ProcessState
+from rollbook.stack.child import Report
+from rollbook.stack.child import State as ProcessState
 from storage import evaluations
 from storage import runs as ledger_runs
 from storage.database import Ledger

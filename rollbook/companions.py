@@ -24,8 +24,8 @@ from domain.services import Services
 from rollbook import traces
 from rollbook.launch import Job
 from rollbook.own_config import Located
+from rollbook.stack.child import State
 from rollbook.stack.stack import Stack
-from rollbook.stack.supervise import State
 from storage.database import check_schema, upgrade
 
 CONCURRENCY = 256

@@ -20,7 +20,8 @@ from domain.config import RunConfig
 from domain.services import VLLM_PYTHON, Services, vllm_python
 from rollbook.root import ROOT
 from rollbook.stack import ports
-from rollbook.stack.supervise import Command, NotReady, Report, Restart, State, Supervisor
+from rollbook.stack.child import Command, NotReady, Report, Restart, State
+from rollbook.stack.supervise import Supervisor
 
 TRAINER = "trainer"
 REFUSED = 2

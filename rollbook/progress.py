@@ -15,7 +15,7 @@ from rich.text import Text
 
 from domain.config import RunConfig
 from rollbook.output import print_event, show
-from rollbook.stack.supervise import Report, State
+from rollbook.stack.child import Report, State
 from storage import reports
 from storage.database import Ledger, Tx
 

@@ -24,7 +24,8 @@ from psycopg import sql
 
 from domain.errors import ConfigError
 from rollbook.stack import ports
-from rollbook.stack.supervise import LAUNCHER, Command, NotReady
+from rollbook.stack.child import Command, NotReady
+from rollbook.stack.supervise import LAUNCHER
 
 Identity = Literal["same", "nobody", "mapped"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from domain.errors import ConfigError
 from rollbook.stack import ports
-from rollbook.stack.supervise import Command, NotReady
+from rollbook.stack.child import Command, NotReady
 
 GRPC_OFFSET = 10000
 """Each HTTP port P also takes P + 10000."""

@@ -18,9 +18,10 @@ from typing import Self
 from domain.errors import ConfigError, RollbookError
 from domain.services import Services
 from rollbook.stack import external, parts, ports, processes
+from rollbook.stack.child import ChildFailed, Report
 from rollbook.stack.parts import Parts, PortWishes
 from rollbook.stack.state import Published, StateFolder
-from rollbook.stack.supervise import ChildFailed, Report, Supervisor
+from rollbook.stack.supervise import Supervisor
 
 log = logging.getLogger(__name__)
 

@@ -21,118 +21,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from domain.errors import RollbookError
 from rollbook.stack import processes
+from rollbook.stack.child import Child, ChildFailed, Command, NotReady, Report, State
 from rollbook.stack.processes import Mark
 
 log = logging.getLogger(__name__)
 
 LAUNCHER = Path(__file__).with_name("launch.py")
 _TICK_S = 0.05
-_TAIL_BYTES = 2000
 _LOG_LIMIT_BYTES = 32 * 2**20
-
-
-class State(StrEnum):
-    """Where a child stands; see the module's drawing."""
-
-    STARTING = "starting"
-    READY = "ready"
-    WAITING = "waiting"
-    FINISHED = "finished"
-    FAILED = "failed"
-
-
-class NotReady(Exception):
-    """A probe raises this while the child needs more time; the text says what it waits for."""
-
-
-class ChildFailed(RollbookError):
-    """A child did not become ready, or died too often; the text holds the end of its log."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """When a child that ended is started again. The n-th wait is `first_s * 2**n`, bounded."""
-
-    after: Literal["always", "failure", "never"] = "always"
-    """`failure`: an exit with status 0 is the end."""
-    first_s: float = 0.1
-    most_s: float = 10.0
-    steady_s: float = 30.0
-    """A child that was ready for so many seconds starts with a clean record."""
-    deaths: int | None = None
-    """Deaths in a row after which it is given up; None never."""
-    refusals: frozenset[int] = frozenset()
-    """Exit codes that say that another start would end the same way: given up at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """A program to keep running."""
-
-    name: str
-    argv: tuple[str, ...]
-    log: Path
-    """Its output, appended; set aside as `.1` at start when it has grown large."""
-    env: Mapping[str, str] | None = None
-    """The whole environment; None hands on this process's own."""
-    cwd: Path = Path("/")
-    identity: Literal["same", "nobody", "mapped"] = "same"
-    """`mapped`: looks like nobody from inside, keeps the files of the real user."""
-    stop_signal: signal.Signals = signal.SIGTERM
-    stop_grace_s: float = 20.0
-    """Seconds from the stop signal to SIGKILL."""
-    death_signal: signal.Signals = signal.SIGKILL
-    """Sent by the kernel when the supervisor dies."""
-    ready: Callable[[], None] | None = None
-    """Called until it no longer raises NotReady; any other exception fails the child."""
-    ready_s: float = 60.0
-    """Longest start; a child that takes longer is killed, which counts as a death."""
-    restart: Restart = Restart()
-    litter: tuple[Path, ...] = ()
-    """Files outside its folder that it never removes; they are, each time it has ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What the supervisor knows of one child."""
-
-    name: str
-    state: State
-    pid: int | None
-    restarts: int
-    exit_code: int | None
-    """Of the last process that ended; negative is the signal that killed it."""
-    detail: str
-
-
-@dataclass(slots=True)
-class _Child:
-    command: Command
-    state: State = State.WAITING
-    wanted: bool = True
-    due: float = 0.0
-    process: subprocess.Popen[bytes] | None = None
-    probe: Future[None] | None = None
-    started: float = 0.0
-    ready_since: float | None = None
-    kill_at: float | None = None
-    deaths: int = 0
-    """In a row."""
-    starts: int = 0
-    exit_code: int | None = None
-    detail: str = ""
-    log_offset: int = 0
-    waiting_for: str = field(default="", repr=False)
 
 
 class Supervisor:
@@ -148,7 +51,7 @@ class Supervisor:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._on_change = on_change
-        self._children: dict[str, _Child] = {}
+        self._children: dict[str, Child] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -161,7 +64,7 @@ class Supervisor:
                 held = self._children.get(command.name)
                 if held is not None and held.process is not None:
                     raise ValueError(f"child {command.name!r} is running already")
-                self._children[command.name] = _Child(command)
+                self._children[command.name] = Child(command)
             self._changed.notify_all()
 
     def wait_ready(self, *names: str, timeout_s: float = 60.0, deaths: int = 3) -> None:
@@ -177,7 +80,7 @@ class Supervisor:
             def settled() -> bool:
                 return all(c.state is State.READY for c in children) or bool(lost())
 
-            def lost() -> list[_Child]:
+            def lost() -> list[Child]:
                 ended = (State.FAILED, State.FINISHED)
                 return [
                     c
@@ -187,11 +90,11 @@ class Supervisor:
 
             in_time = self._changed.wait_for(settled, timeout_s)
             if broken := lost():
-                raise ChildFailed("; ".join(_describe(c) for c in broken))
+                raise ChildFailed("; ".join(c.describe() for c in broken))
             if not in_time:
                 late = [c for c in children if c.state is not State.READY]
                 raise ChildFailed(
-                    f"not ready after {timeout_s:g} s: " + "; ".join(_describe(c) for c in late)
+                    f"not ready after {timeout_s:g} s: " + "; ".join(c.describe() for c in late)
                 )
 
     def wait(self, name: str, *, timeout_s: float | None = None) -> int | None:
@@ -205,12 +108,12 @@ class Supervisor:
     def reports(self) -> list[Report]:
         """The state of every child, in the order of their start."""
         with self._changed:
-            return [_report(child) for child in self._children.values()]
+            return [child.report() for child in self._children.values()]
 
     def describe(self, name: str) -> str:
         """A child that is not well, in words, with the end of what its last process logged."""
         with self._changed:
-            return _describe(self._children[name])
+            return self._children[name].describe()
 
     def stop(self, *names: str) -> None:
         """Stop the named children (default: all) in parallel and wait until they are gone."""
@@ -252,7 +155,7 @@ class Supervisor:
                     self._turn(child, time.monotonic())
                 self._changed.wait(_TICK_S)
 
-    def _turn(self, child: _Child, now: float) -> None:
+    def _turn(self, child: Child, now: float) -> None:
         if child.process is None:
             if not child.wanted:
                 if child.state not in (State.FINISHED, State.FAILED):
@@ -273,7 +176,7 @@ class Supervisor:
         elif child.state is State.STARTING:
             self._judge_start(child, now)
 
-    def _judge_start(self, child: _Child, now: float) -> None:
+    def _judge_start(self, child: Child, now: float) -> None:
         assert child.process is not None
         if child.probe is not None and child.probe.done():
             if error := child.probe.exception():
@@ -286,7 +189,7 @@ class Supervisor:
             child.detail = f"not ready after {child.command.ready_s:g} s: {child.waiting_for}"
             processes.signal_group(child.process.pid, signal.SIGKILL)
 
-    def _fork(self, child: _Child, now: float) -> None:
+    def _fork(self, child: Child, now: float) -> None:
         command = child.command
         _set_aside(command.log)
         launch = (sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()))
@@ -315,7 +218,7 @@ class Supervisor:
         ).start()
 
     def _probe(
-        self, child: _Child, process: subprocess.Popen[bytes], answer: "Future[None]"
+        self, child: Child, process: subprocess.Popen[bytes], answer: "Future[None]"
     ) -> None:
         """In a thread of its own: ask until the child is ready or gone."""
         while process.returncode is None:
@@ -334,7 +237,7 @@ class Supervisor:
         with self._changed:
             self._changed.notify_all()
 
-    def _ended(self, child: _Child, code: int, now: float) -> None:
+    def _ended(self, child: Child, code: int, now: float) -> None:
         self._pidfile(child).unlink(missing_ok=True)
         for left in child.command.litter:
             with suppress(OSError):
@@ -359,47 +262,19 @@ class Supervisor:
             self._enter(child, State.WAITING, _exit_text(code))
             log.warning("%s %s, started again", child.command.name, _exit_text(code))
 
-    def _enter(self, child: _Child, state: State, detail: str = "") -> None:
+    def _enter(self, child: Child, state: State, detail: str = "") -> None:
         child.state, child.detail = state, detail
         self._changed.notify_all()
         if self._on_change is not None:
-            self._on_change(_report(child))
+            self._on_change(child.report())
 
-    def _pidfile(self, child: _Child) -> Path:
+    def _pidfile(self, child: Child) -> Path:
         return self._folder / f"{child.command.name}.pid"
-
-
-def tail(path: Path, offset: int = 0) -> str:
-    """The end of a log, from `offset` on."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(offset, size - _TAIL_BYTES))
-            return file.read().decode(errors="replace").strip()
-    except FileNotFoundError:
-        return ""
 
 
 def _has_exited(process: subprocess.Popen[bytes]) -> bool:
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, options) is not None
-
-
-def _report(child: _Child) -> Report:
-    return Report(
-        name=child.command.name,
-        state=child.state,
-        pid=child.process.pid if child.process else None,
-        restarts=max(0, child.starts - 1),
-        exit_code=child.exit_code,
-        detail=child.detail or (child.waiting_for if child.state is State.STARTING else ""),
-    )
-
-
-def _describe(child: _Child) -> str:
-    said = tail(child.command.log, child.log_offset)
-    why = child.detail or child.waiting_for or "no answer"
-    return f"{child.command.name}: {why}; the end of {child.command.log}:\n{said}"
 
 
 def _exit_text(code: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from domain.errors import ConfigError
 from rollbook.stack import ports
-from rollbook.stack.supervise import Command, NotReady
+from rollbook.stack.child import Command, NotReady
 
 RETENTION = timedelta(days=30)
 """How long closed workflows stay visible. The ledger is the record; this is for looking."""

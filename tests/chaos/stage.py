@@ -32,8 +32,9 @@ from domain.services import Services
 from rollbook.launch import torchrun
 from rollbook.root import ROOT
 from rollbook.stack import ports
+from rollbook.stack.child import Command, Report, Restart, State, tail
 from rollbook.stack.stack import Stack
-from rollbook.stack.supervise import Command, Report, Restart, State, Supervisor, tail
+from rollbook.stack.supervise import Supervisor
 from rollbook.stack.temporal import Temporal
 from storage import database, runs
 from storage.database import Ledger, Tx

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from rollbook.root import ROOT
+from rollbook.stack.child import Restart
 from rollbook.stack.stack import Stack
-from rollbook.stack.supervise import Restart
 from storage.connections import ANSWER_S
 from tests.chaos.stage import PROCESSES, Stage
 from tests.chaos.whole import Whole, write_toml

@@ -3,7 +3,8 @@
 import psycopg
 
 from domain.services import Services
-from rollbook.stack.supervise import State, Supervisor
+from rollbook.stack.child import State
+from rollbook.stack.supervise import Supervisor
 
 
 def test_postgres_answers(postgres_url: str) -> None:

@@ -19,11 +19,12 @@ from temporalio.client import Client
 from domain.errors import ConfigError
 from domain.services import Services
 from rollbook.stack import background, external, ports
+from rollbook.stack.child import State
 from rollbook.stack.parts import USUAL, PortWishes
 from rollbook.stack.seaweed import GRPC_OFFSET
 from rollbook.stack.stack import Stack, down
 from rollbook.stack.state import StateFolder
-from rollbook.stack.supervise import LAUNCHER, State
+from rollbook.stack.supervise import LAUNCHER
 from storage.objects import ObjectStore, digest
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,16 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollbook.stack.child import ChildFailed, Command, NotReady, Report, Restart, State
 from rollbook.stack.processes import Mark, reap_leftovers
-from rollbook.stack.supervise import (
-    ChildFailed,
-    Command,
-    NotReady,
-    Report,
-    Restart,
-    State,
-    Supervisor,
-)
+from rollbook.stack.supervise import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREVER = "import time\nwhile True: time.sleep(60)"
@@ -199,7 +192,8 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     code = f"""
 import sys, threading, time
 from pathlib import Path
-from rollbook.stack.supervise import Command, Supervisor
+from rollbook.stack.child import Command
+from rollbook.stack.supervise import Supervisor
 folder = Path({str(tmp_path)!r})
 supervisor = Supervisor(folder / "pids")
 argv = (sys.executable, "-c", {FOREVER!r})
