@@ -2,10 +2,15 @@
 
 import json
 from decimal import Decimal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from domain.risks import acknowledged
 from rollbook import output
+from rollbook.commands import runs
+from tests.unit.test_config import KEEP, config
 
 
 @pytest.mark.parametrize(
@@ -29,3 +34,17 @@ def test_a_cell_is_short_and_hides_no_small_number(value: object, shown: str) ->
 
 def test_programs_get_numbers_as_numbers() -> None:
     assert json.loads(json.dumps({"mean": Decimal("0.5")}, default=output.plain)) == {"mean": 0.5}
+
+
+@pytest.mark.parametrize("json_", [True, False])
+def test_what_a_run_may_cost_is_said_before_its_first_step(
+    json_: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack: Any = None  # of the services nothing is said here
+    monkeypatch.setattr(runs, "facts", lambda stack: {})
+    monkeypatch.setattr(runs, "show_stack", lambda stack, *, json: None)
+    risky = config(schedule=KEEP)
+    runs._say_start(stack, risky, "begins", Path("state"), json=json_)
+    said = capsys.readouterr().out
+    (risk,) = acknowledged(risky)
+    assert json.loads(said)["risks"] == [risk] if json_ else risk in " ".join(said.split())
