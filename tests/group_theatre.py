@@ -44,6 +44,10 @@ class Theatre:
     max_attempts: int = 3
     script: dict[tuple[int, int], Play] = field(default_factory=dict)
     owned: bool = False
+    refusing: bool = False
+    """The ledger will not hear of how an attempt ended."""
+    joined: bool = False
+    """What is given up as lost has joined its group."""
     members: set[int] = field(default_factory=set)
     started: list[tuple[int, int]] = field(default_factory=list)
     stopped: list[tuple[int, int]] = field(default_factory=list)
@@ -67,6 +71,13 @@ class Theatre:
     @activity.defn
     async def close_attempt(self, ending: CloseAttempt) -> NextAttempt:
         self.closed.append(ending)
+        if self.refusing:
+            raise ApplicationError("no such attempt", type="LEDGER", non_retryable=True)
+        if self.joined:
+            lost = {"sample": ending.sample, "attempt": ending.attempt}
+            return NextAttempt(
+                adopted=self.join(AttemptIn(run=ending.run, group=ending.group, **lost))
+            )
         failures = [c for c in self.closed if c.sample == ending.sample and not c.lost]
         if sum(c.cause != "stale" for c in failures) >= self.max_attempts:
             return NextAttempt(close="abandoned", cause="max_attempts")
@@ -159,6 +170,17 @@ async def unscored(theatre: Theatre, which: AttemptIn) -> AttemptRef:
         member=False,
         resubmit="unscored",
         cause="tokens",
+    )
+
+
+async def come_too_late(theatre: Theatre, which: AttemptIn) -> AttemptRef:
+    return AttemptRef(
+        sample=which.sample,
+        attempt=which.attempt,
+        status="completed",
+        member=False,
+        surplus=True,
+        reward=1.0,
     )
 
 

@@ -12,6 +12,8 @@ from domain.messages import (
     AttemptIn,
     AttemptRef,
     Close,
+    Stuck,
+    StuckAttempt,
 )
 from tests.current_details import readable
 from tests.group_theatre import (
@@ -99,6 +101,7 @@ async def test_a_cancel_before_the_first_task_still_finishes(client: Client, hou
             await handle.result()
     assert [f.outcome for f in theatre.finished] == ["cancelled"]
     assert theatre.started == []
+    await keep(handle, "cancel_at_once")
 
 
 async def test_at_the_deadline_finished_members_train_and_the_tails_go_on(house: Open) -> None:
@@ -136,6 +139,7 @@ async def test_a_deadline_signal_alone_does_not_end_a_group_that_truncates(house
         handle = await run.start(completion="deadline", min_members=1, on_stragglers="truncate")
         out = await handle.result()
         assert (out.members, len(theatre.finished)) == (2, 1)
+        await keep(handle, "quorum")
 
 
 async def test_a_lost_workflow_of_tails_finishes_as_part_one(house: Open) -> None:
@@ -181,10 +185,12 @@ async def test_while_the_ledger_is_away_groups_wait_and_still_hear_signals(house
 async def test_a_claimed_generation_is_refused(house: Open) -> None:
     theatre = Theatre(size=1, owned=True)
     async with house(theatre) as run:
+        handle = await run.start()
         with pytest.raises(WorkflowFailureError):
-            await (await run.start()).result()
+            await handle.result()
         assert theatre.started == []
         assert theatre.finished == []
+        await keep(handle, "owned")
 
 
 async def test_people_see_each_sample_and_the_sweep_sees_what_is_live(house: Open) -> None:
@@ -202,3 +208,38 @@ async def test_people_see_each_sample_and_the_sweep_sees_what_is_live(house: Ope
         assert described.raw_description.pending_activities[0].activity_id == "s1.a0"
         await handle.signal(GroupWorkflow.close_group, Close(cause="close"))
         await handle.result()
+
+
+async def test_a_stuck_group_says_so_and_goes_back_to_where_it_stands(house: Open) -> None:
+    release = asyncio.Event()
+
+    async def released(theatre: Theatre, which: AttemptIn) -> AttemptRef:
+        await release.wait()
+        return theatre.join(which)
+
+    theatre = Theatre(size=3, script={(0, 0): released, (1, 0): run_until_cancelled})
+    theatre.script[2, 0] = run_until_cancelled
+    async with house(theatre) as run:
+        handle = await run.start(completion="deadline", min_members=1)
+        await theatre.until_started((0, 0), (1, 0), (2, 0))
+        seen = [
+            StuckAttempt(
+                sample=sample, attempt=attempt, waits_on="engine", why="none", since="12:00"
+            )
+            for sample, attempt in ((1, 0), (2, 7), (9, 0))  # the last two are not live
+        ]
+        await handle.signal(GroupWorkflow.stuck, Stuck(attempts=tuple(seen)))
+        assert (await handle.query(GroupWorkflow.state)).stage == "stuck"
+        told = readable(await handle.query("__temporal_workflow_metadata"))
+        assert "| s1.a0 | stuck | " in told
+        assert "| s2.a0 | running | " in told
+        release.set()
+        async with asyncio.timeout(20):
+            while (state := await handle.query(GroupWorkflow.state)).members < 1:
+                pass  # each query is a round trip
+        assert state.stage == "stuck"
+        await handle.signal(GroupWorkflow.stuck, Stuck())
+        assert (await handle.query(GroupWorkflow.state)).stage == "quorum"
+        await handle.signal(GroupWorkflow.close_group, Close(cause="close"))
+        await handle.result()
+        await keep(handle, "stuck")

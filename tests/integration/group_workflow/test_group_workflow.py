@@ -1,17 +1,22 @@
 """A group runs its samples, replaces those that fail, and ends once."""
 
+import asyncio
+
 import pytest
+from temporalio.client import WorkflowFailureError
 
 from activities import namespace
 from domain.messages import (
     AttemptFailure,
     CancelSample,
     GroupOut,
+    LiveAttempt,
 )
 from tests.group_theatre import (
     Open,
     Play,
     Theatre,
+    come_too_late,
     fail,
     fall_silent,
     run_until_cancelled,
@@ -63,8 +68,68 @@ async def test_a_failure_is_resubmitted_under_the_number_the_ledger_gives(house:
 async def test_a_failed_sample_that_a_spare_replaces_is_given_up(house: Open) -> None:
     theatre = Theatre(size=2, spares=1, script={(0, 0): fail(AttemptFailure.CANCELLED)})
     async with house(theatre) as run:
-        out = await (await run.start(oversample=1)).result()
+        handle = await run.start(oversample=1)
+        out = await handle.result()
         assert (out.state, out.members, out.resubmitted) == ("complete", 2, {})
+        await keep(handle, "given_up")
+
+
+async def test_a_result_that_has_no_place_has_no_successor(house: Open) -> None:
+    theatre = Theatre(size=1, script={(0, 0): run_until_cancelled, (1, 0): come_too_late})
+    async with house(theatre) as run:
+        handle = await run.start(oversample=1)
+        async with asyncio.timeout(20):
+            while (await handle.query(GroupWorkflow.state)).live != (
+                LiveAttempt(sample=0, attempt=0),
+            ):
+                pass  # each query is a round trip
+        await handle.signal(
+            GroupWorkflow.cancel_sample, CancelSample(sample=0, attempt=0, cause="stale")
+        )
+        out = await handle.result()
+        assert (out.members, out.resubmitted) == (1, {"stale": 1})
+        assert (1, 1) not in theatre.started
+        await keep(handle, "too_late")
+
+
+async def test_what_the_ledger_refuses_fails_the_workflow_in_sight(house: Open) -> None:
+    script = {(0, 0): fail(AttemptFailure.INFRA_ERROR), (1, 0): run_until_cancelled}
+    theatre = Theatre(size=2, script=script, refusing=True)
+    async with house(theatre) as run:
+        handle = await run.start()
+        with pytest.raises(WorkflowFailureError):
+            await handle.result()
+        assert theatre.finished == []
+        assert theatre.stopped == [(1, 0)]
+        await keep(handle, "refused")
+
+
+async def test_a_surplus_signal_ends_a_sample_that_has_no_successor(house: Open) -> None:
+    theatre = Theatre(size=1, script={(s, 0): run_until_cancelled for s in (0, 1)})
+    async with house(theatre) as run:
+        handle = await run.start(oversample=1)
+        await theatre.until_started((0, 0), (1, 0))
+        surplus = CancelSample(sample=1, attempt=0, cause="surplus")
+        await handle.signal(GroupWorkflow.cancel_sample, surplus)
+        await theatre.until(lambda: (1, 0) in theatre.stopped)
+        stale = CancelSample(sample=0, attempt=0, cause="stale")
+        await handle.signal(GroupWorkflow.cancel_sample, stale)
+        out = await handle.result()
+        assert (out.members, out.resubmitted) == (1, {"stale": 1})
+        assert sorted(theatre.started) == [(0, 0), (0, 1), (1, 0)]
+        await keep(handle, "surplus")
+
+
+async def test_an_attempt_that_joined_before_it_was_given_up_is_not_tried_again(
+    house: Open,
+) -> None:
+    theatre = Theatre(size=1, script={(0, 0): fail(AttemptFailure.LOST)}, joined=True)
+    async with house(theatre) as run:
+        handle = await run.start()
+        out = await handle.result()
+        assert (out.state, out.members, out.resubmitted) == ("complete", 1, {})
+        assert theatre.started == [(0, 0)]
+        await keep(handle, "joined")
 
 
 async def test_a_sample_that_keeps_failing_abandons_the_group(house: Open) -> None:
@@ -128,16 +193,20 @@ async def test_a_silent_worker_is_a_loss(house: Open) -> None:
 async def test_what_the_platform_took_is_no_failure(house: Open, kind: str) -> None:
     theatre = Theatre(size=1, max_attempts=1, script={(0, 0): fail(kind, retryable=True)})
     async with house(theatre) as run:
-        out = await (await run.start()).result()
+        handle = await run.start()
+        out = await handle.result()
         assert (out.state, out.resubmitted) == ("complete", {"infra_error": 1})
         assert theatre.closed[0].lost
+        await keep(handle, "taken")
 
 
 async def test_a_fenced_attempt_adopts_the_result_of_its_owner(house: Open) -> None:
     theatre = Theatre(size=1, script={(0, 0): fail(AttemptFailure.FENCED)})
     async with house(theatre) as run:
-        out = await (await run.start()).result()
+        handle = await run.start()
+        out = await handle.result()
         assert (out.state, out.members, theatre.closed) == ("complete", 1, [])
+        await keep(handle, "adopted")
 
 
 async def test_a_broken_source_ends_the_group_with_its_message(house: Open) -> None:
