@@ -29,10 +29,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from activities import openai_api
+from activities import openai_answers, openai_requests
 from activities.access import key_sha256
 from activities.gateway_session import LiveSession, Unusable
-from activities.openai_api import Answered, ApiError, Ask, Json
+from activities.openai_answers import Answered
+from activities.openai_errors import ApiError
+from activities.openai_messages import Json
+from activities.openai_requests import Ask
 from activities.session import Stopped
 from activities.sessions import Entry, Sessions, closed
 from domain import tracing
@@ -71,15 +74,18 @@ class Gateway:
 
     async def _chat(self, request: Request) -> Response:
         return await self._call(
-            request, openai_api.read_chat, openai_api.chat_answer, openai_api.chat_chunks
+            request,
+            openai_requests.read_chat,
+            openai_answers.chat_answer,
+            openai_answers.chat_chunks,
         )
 
     async def _completion(self, request: Request) -> Response:
         return await self._call(
             request,
-            openai_api.read_completion,
-            openai_api.completion_answer,
-            openai_api.completion_chunks,
+            openai_requests.read_completion,
+            openai_answers.completion_answer,
+            openai_answers.completion_chunks,
         )
 
     async def _models(self, request: Request) -> Response:
@@ -113,7 +119,7 @@ class Gateway:
 
         arrived = BackgroundTask(delivered)
         if ask.stream:
-            events = openai_api.stream(chunks(ask, answer))
+            events = openai_answers.stream(chunks(ask, answer))
             return Response(events, media_type="text/event-stream", background=arrived)
         # ASCII: what a model samples may hold half characters.
         text = json.dumps(whole(ask, answer), separators=(",", ":"))

@@ -16,7 +16,10 @@ from typing import Protocol
 from activities.chat import Chat
 from activities.histories import Histories, Question, Turn
 from activities.inference import Generated
-from activities.openai_api import Answered, ApiError, Ask, Json, for_template
+from activities.openai_answers import Answered
+from activities.openai_errors import ApiError
+from activities.openai_messages import Json, for_template
+from activities.openai_requests import Ask
 from activities.session import Beside
 from activities.transcripts import message_of, retell
 from domain import images

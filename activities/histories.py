@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 
-from activities.openai_api import Json, identity
+from activities.openai_messages import Json, identity
 from domain.images import PlacedImage
 from domain.rollouts import Numbers, Segment
 from domain.tools import Message

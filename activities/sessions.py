@@ -13,7 +13,7 @@ from typing import Protocol
 
 from activities.chat import Chat
 from activities.gateway_session import LiveSession, Record
-from activities.openai_api import ApiError
+from activities.openai_errors import ApiError
 from activities.sampler import Sampler
 from activities.session import Beside, SessionRecorder
 from activities.setups import Formats

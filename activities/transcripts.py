@@ -10,7 +10,7 @@ from itertools import groupby
 
 from activities.chat import Chat
 from activities.histories import Turn
-from activities.openai_api import Json, outgoing
+from activities.openai_messages import Json, outgoing
 from domain.tools import Message
 from storage.sessions import Past
 

@@ -25,6 +25,18 @@ from rollbook.stack import ports
 from storage import segments, sessions
 from storage.objects import ObjectStore
 
+Make = Callable[..., Any]
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
 
 @dataclass
 class OneFormat:
@@ -129,4 +141,13 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-Make = Callable[..., Any]
+def flat(ids: Any) -> list[int]:
+    """Recorded ids as plain numbers."""
+    return [int(i) for i in ids]
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10) -> None:
+    """Wait for what an engine or a database shows."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - they have no event
+            await asyncio.sleep(0.01)
