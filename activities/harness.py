@@ -156,7 +156,6 @@ class HarnessRollout:
         incarnation = await self._incarnation()
         if incarnation is None:
             raise Failed(f"the gateway {self._recorder.base_url} does not answer", lost=True)
-        self._recorder.progress("program")
         argv = [self._argument(word) for word in self._source.command]
         access = {
             "OPENAI_BASE_URL": self._recorder.base_url,
@@ -165,6 +164,7 @@ class HarnessRollout:
         }
         env = {**self._source.env, **self._variables(place), **access}
         async with running(argv, folder=place.work, env=env, output=place.output) as program:
+            self._recorder.progress("program", process=program.pid)
             code = await self._end_of(program)
         await self._look(PATIENCE_S)
         status, cause, detail = await self._judge(place, code, incarnation)

@@ -31,6 +31,8 @@ TAIL = 4_000
 class Program:
     """One that runs."""
 
+    pid: int
+    """Of its leash, which it ends with."""
     exit: "asyncio.Task[int]"
 
     async def ended(self, seconds: float) -> int | None:
@@ -76,7 +78,7 @@ async def running(
     try:
         if cancelled:
             raise asyncio.CancelledError
-        yield Program(ended)
+        yield Program(process.pid, ended)
     finally:
         _, cancelled = await whole(_stop(process, ended))
         if cancelled:

@@ -154,6 +154,9 @@ def _started(found: Activity) -> tuple[str, str, float | None]:
             return "tool", f"{beat['tools']} (turn {beat.get('turn', 0)})", seconds
         case "verifier":
             return "verifier", "the reward function has not answered", seconds
+        case "program":
+            where = f"process {beat.get('process')} of {found.worker}"
+            return "environment", f"its program runs, {where} (turn {beat.get('turn', 0)})", seconds
         case None | "starting":
             return "rollout worker", f"{found.worker} is starting it", seconds
         case phase:

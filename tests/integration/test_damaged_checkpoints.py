@@ -193,6 +193,16 @@ def test_what_is_not_what_the_ledger_names_is_never_loaded(
     assert not (trained.folder / "ran").exists()
 
 
+def test_a_newer_checkpoint_that_no_row_names_is_never_chosen(trained: Trained) -> None:
+    """Complete to the last object: its trainer died before it was recorded."""
+    row = trained.row(4)
+    for entry in trained.store.list(f"{row.prefix}/"):
+        newer = f"checkpoints/{trained.run}/00000006/9-left/{entry.key.rpartition('/')[2]}"
+        content = trained.store.get(entry.key)
+        trained.store.put_new(newer, content, sha256=sha256(content).hexdigest())
+    assert trained.restored() == 4
+
+
 def test_a_checkpoint_that_even_the_ledger_vouches_for_must_still_be_what_it_says(
     trained: Trained, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from domain.errors import RunNotFound
 from rollbook.cli import app
 from rollbook.stack import ports
 from tests.documented import ROOT, Typed, commands
@@ -80,6 +81,19 @@ def test_what_looks_at_a_run_does(
     monkeypatch.setenv("WANDB_MODE", "offline")
     answer = CliRunner().invoke(app, words)
     assert answer.exit_code == 0, f"{words}: {answer.output}\n{answer.exception!r}"
+
+
+@pytest.mark.parametrize("name", ["", "revrse3", f"{RUN}.2"])
+def test_a_run_that_is_not_there_is_neither_resumed_nor_begun(
+    short_run: ShortRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for variable, value in short_run.environment().items():
+        monkeypatch.setenv(variable, value)
+    answer = CliRunner().invoke(app, ["resume", name, "--state", str(tmp_path)])
+    assert isinstance(answer.exception, RunNotFound)
+    assert RUN in str(answer.exception)
+    with short_run.ledger.transaction() as tx:
+        assert [row["run_id"] for row in tx.execute("SELECT run_id FROM runs")] == [RUN]
 
 
 def test_metrics_are_served_until_told_to_stop(short_run: ShortRun) -> None:

@@ -45,6 +45,7 @@ def test_a_stale_member_is_sent_back_and_the_others_are_kept(ledger: Ledger) -> 
     start = run.commands("start_group")[-1]
     assert start["key"] == "run/r1/b000001/g3~1"
     assert (start["payload"]["kept"], start["payload"]["samples"]) == (2, [[0, 1]])
+    assert start["payload"]["submitted_version"] == 2
     withdrawn = run.rows("SELECT gen, state, cause FROM queue WHERE group_id = 3")
     assert withdrawn == [{"gen": 0, "state": "expired", "cause": "stale_member"}]
     run.complete(3)

@@ -3,8 +3,12 @@
 One kind of fault each, on the ledger, with the product's own transactions.
 """
 
+import random
 from typing import Any
 
+import pytest
+
+from domain.messages import AttemptIn
 from domain.rollouts import Task
 from storage.database import Ledger
 from storage.plans import Planned, Waiting
@@ -222,3 +226,51 @@ def test_groups_that_do_not_fit_leave_their_places_to_others(ledger: Ledger) -> 
     for group in range(10, 20):
         run.roll_out(group, 0)
     assert step(run)  # their slots are free again
+
+
+@pytest.mark.parametrize("order", ["deadline", pytest.param("dataset", marks=pytest.mark.slow)])
+def test_five_deaths_of_everything_lose_and_repeat_no_task_however_long_it_takes(
+    ledger: Ledger, order: str
+) -> None:
+    """64 tasks; task i takes i seconds, which are counted here. What dies starts from nothing."""
+    schedule: dict[str, Any] = {"order": order, "ahead": 1, "max_lag": 2}
+    if order == "deadline":
+        schedule |= {"stale_policy": "wait"}
+    run = staged(ledger, 16, 4, groups={"size": 2}, schedule=schedule)
+    deaths = sorted(random.Random(7).sample(range(20, 400), 5))
+    began: dict[AttemptIn, int] = {}
+    trained: list[int] = []
+    second = 0
+    while True:
+        if deaths and second == deaths[0]:
+            del deaths[0]
+            for workflow in run.working():
+                run.cluster.leave(workflow)
+            run.take_over()
+            run.cluster.sweep()
+        run.hand_over_and_deliver()
+        ends = deaths[:1]
+        for workflow in run.working():
+            task = workflow.start.group
+            for sample, activity in sorted(workflow.live.items()):
+                if activity.at not in began:
+                    began[activity.at] = second
+                    run.begin_rollout(task, sample)
+                if (end := began[activity.at] + task) <= second:
+                    run.end_rollout(task, sample, float(sample))
+                else:
+                    ends.append(end)
+        answer = run.plan()
+        if isinstance(answer, Planned):
+            trained += [row.group for row in answer.rows]
+            run.serve(run.apply())
+            run.checkpoint()
+        elif answer.kind == "end":
+            break
+        else:
+            second = min(ends)  # nothing happens until then
+    assert deaths == []
+    assert sorted(trained) == list(range(64))
+    lost = run.value("SELECT count(*) FROM attempts WHERE run_id = %s AND state = 'lost'", run.run)
+    assert lost >= 5
+    assert not run.rows("SELECT 1 FROM attempts WHERE run_id = %s AND counts_as_failure", run.run)

@@ -19,6 +19,12 @@ def test_a_hanging_verifier_and_then_a_dead_worker_are_named(stuck_run: StuckRun
     sample = inspected["samples"][first["sample"]]
     assert (sample["state"], sample["phase"]) == ("running", "verifier")
     assert sample["last heartbeat"].endswith("s ago")
+    data = json.loads(stuck_run.command("inspect", RUN, "--json"))
+    order, (cursor,) = data["data order"], data["cursor"]
+    assert (order["permutation"], order["seed"]) == ("by seed, per epoch", stuck_run.config.seed)
+    assert cursor["batches_drawn"] > 0
+    assert {"batch", "epoch", "row", "seed"} <= cursor["durable_cursor"].keys()
+    assert first["group"] in [group["group"] for group in data["owed"]]
     decoded = json.loads(stuck_run.command("decode", RUN, group, str(first["sample"]), "--json"))
     (segment,) = decoded["segments"]
     assert segment["prompt"] == decoded["data"]["prompt"]

@@ -86,6 +86,26 @@ def test_p8_first_to_complete_keeps_its_place() -> None:
     assert [(c.row.group, c.cause) for c in decision.cut] == [(0, "rows")]
 
 
+def test_the_last_group_to_complete_is_cut_whole_where_rows_run_out() -> None:
+    decision = plan(
+        ready=ready((0, 2, 0, [64]), (1, 0, 0, [40]), (2, 1, 0, [30])),
+        running=[],
+        **CUT | {"width": 64},
+    )
+    assert groups(decision) == [1, 2]
+    assert isinstance(decision, Step)
+    assert [(c.row.group, c.cause, c.rows_needed) for c in decision.cut] == [(0, "rows", 1)]
+
+
+def test_a_hundred_groups_that_do_not_fit_hold_no_place() -> None:
+    rows = ready((0, 0, 0, [8, 8]), *((g, g, 0, [8] * (1 + g % 4)) for g in range(1, 101)))
+    decision = plan(ready=rows, running=[], **CUT | {"admit": 101})
+    assert groups(decision) == [0]
+    assert isinstance(decision, Step)
+    assert [c.row.group for c in decision.cut] == list(range(1, 101))
+    assert {c.rows_needed for c in decision.cut} == {1, 2, 3, 4}
+
+
 def test_p9_p10_a_batch_without_trainable_groups_is_an_empty_step() -> None:
     assert groups(plan(ready=[], running=[], **DATASET)) == []
     decision = plan(ready=ready((0, 0, 0, [8, 8, 8])), running=[], **CUT)

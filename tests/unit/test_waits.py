@@ -32,6 +32,11 @@ def started(**beat: Any) -> Workflow:
         ({"phase": "environment", "tools": "search", "turn": 2}, "tool", "search (turn 2)"),
         ({"phase": "environment", "tools": ""}, "environment", "environment (turn 0)"),
         ({"phase": "reset"}, "environment", "reset"),
+        (
+            {"phase": "program", "process": 4711, "turn": 2},
+            "environment",
+            "its program runs, process 4711 of 7@host (turn 2)",
+        ),
         ({"phase": "verifier"}, "verifier", "reward function"),
         ({"phase": "starting"}, "rollout worker", "7@host is starting it"),
     ],

@@ -29,6 +29,40 @@ def test_weights_are_published_every_sync_every_versions(
     assert [r.metrics["publish_lag"] for r in records] == [1, 2, 1, 2, 1]
 
 
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_loop_that_starts_again_pushes_only_what_is_due_after_its_replay(
+    make: Loop,
+    around: Services,
+    ledger: Ledger,
+    tmp_path: Path,
+    folder: Path,
+    name: str,
+    pushed: bool,
+) -> None:
+    """Version 3 with a state of version 1: served is 2, or, where it died a little later, 3."""
+    with Fleet(around, tmp_path / "engine") as fleet:
+        first, state = make(), Trained(folder)
+        train(first, state, steps=1)
+        saved = (state.save(), first.state_dict())
+        train(first, state, steps=2)
+        if pushed:
+            first(state, BATCHES[3])
+        abandon(first)
+        again, restored = make(force=True), Trained(folder)
+        restored.load(saved[0])
+        again.load_state_dict(saved[1])
+        assert len(train(again, restored)) == 5
+        assert fleet.loaded == [0, 1, 2, 3, 4, 5]
+    with ledger.transaction() as tx:
+        rows = tx.execute(
+            "SELECT DISTINCT batch, submitted_version AS version FROM groups WHERE run_id = %s "
+            "ORDER BY batch",
+            (name,),
+        ).fetchall()
+    # Batch 4 goes out under version 3, whichever of the two pushed it.
+    assert [row["version"] for row in rows] == [0, 0, 1, 2, 3, 4]
+
+
 def test_a_publisher_of_ones_own_is_pushed_to_and_what_it_reports_is_served(
     make: Loop,
     around: Services,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
@@ -291,8 +292,13 @@ async def test_the_ledgers_cancel_reaches_a_program_that_never_samples(
     mark = secrets.token_hex(8)
     group = b.group()
     source = HarnessSource(["sleep", "600"], one, env={"MARK": mark})
-    playing = asyncio.create_task(failure(made.play(source, b.key(group, 0))))
+    environment, beats = limited(60), list[Any]()
+    environment.on_heartbeat = beats.append
+    playing = asyncio.create_task(failure(made.play(source, b.key(group, 0), environment)))
     await until(lambda: processes_with(mark))
+    await until(lambda: beats and beats[-1].get("phase") == "program")
+    leash = psutil.Process(beats[-1]["process"])  # as people see it in `rollbook inspect`
+    assert leash.children(recursive=True) == processes_with(mark)
     b.sql("UPDATE attempts SET cancel_cause = 'stale' WHERE run_id = %s AND sample = 0", b.run)
     kind, message, _ = await playing
     assert (kind, message) == ("CANCELLED", "stale")

@@ -286,6 +286,28 @@ async def test_killed_at_a_failpoint(
     assert len(set(seeds)) == 4
 
 
+async def test_killed_before_its_start_is_committed(
+    walk: Callable[..., Any], place: Place, stub: StubEngine
+) -> None:
+    """Temporal has given the attempt to a worker, and the ledger knows nothing of it yet."""
+    b = walk("drop")
+    engines(b, stub.url)
+    group = b.group()
+    waiting = """SELECT 1 FROM pg_stat_activity WHERE datname = current_database()
+        AND wait_event_type = 'Lock'"""
+    with b.ledger.transaction() as tx:
+        tx.execute("SELECT 1 FROM attempts WHERE run_id = %s FOR UPDATE", (b.run,))
+        first = place.start_worker()
+        handle = await place.begin(b.key(group, 0))
+        await until(lambda: b.sql(waiting))
+        first.kill()
+        first.wait()
+    place.start_worker()
+    check_resumed(b, group, await handle.result())
+    assert b.attempt(group, 0)["fence"] == 1
+    assert b.sql("SELECT count(*) AS n FROM attempts WHERE sample = 0")[0]["n"] == 1
+
+
 async def test_a_rollout_that_cannot_resume_is_lost_and_not_a_failure(
     walk: Callable[..., Any], place: Place, stub: StubEngine
 ) -> None:

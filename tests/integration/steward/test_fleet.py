@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
 from temporalio.client import Client, WorkflowExecutionStatus
 
 from activities.fleet import Fleet
@@ -187,3 +188,24 @@ async def test_a_publication_that_went_missing_is_started_again(scene: Scene) ->
     handle = scene.client.get_workflow_handle(publish_workflow_id(scene.run.run, 1))
     assert (await handle.describe()).status is WorkflowExecutionStatus.RUNNING
     await handle.terminate()
+
+
+async def test_an_engine_that_dies_while_it_downloads_holds_up_nobody(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("activities.fleet.ALIVE_S", 1.0)
+    living, dying = scene.engines.add("http://living"), scene.engines.add("http://dying")
+    scene.run.do("DELETE FROM engine_versions")
+    scene.run.do("DELETE FROM engines")
+    async with scene.workers(), asyncio.TaskGroup() as tasks:
+        steward = tasks.create_task(scene.steward(living, dying).run())
+        await until(lambda: len(routes(scene, 0)) == 2)
+        scene.engines.slow.add(dying)
+        publish(scene, 1)
+        await until(lambda: (dying, policy_name(scene.run.run, 1)) in scene.engines.loads)
+        assert scene.ledger.call(versions.served, scene.run.run) == 0
+        del scene.engines.health_by_url[dying]  # kill -9; its load never answers
+        await until(lambda: scene.ledger.call(versions.served, scene.run.run) == 1)
+        assert [route.engine for route in routes(scene, 1)] == [living]
+        assert [engine for engine, _ in scene.ledger.call(live, scene.run.run)] == [living]
+        steward.cancel()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -12,7 +13,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.inference import EngineClient
 from domain.environments import Outcome, Recorder
-from domain.rollouts import Task
+from domain.rollouts import Status, Task
 from storage import attempts, segments
 from tests.attempted import (
     BY_TEMPORAL,
@@ -265,3 +266,43 @@ async def test_truncation_at_the_groups_deadline(
         True,
         3,
     )
+
+
+async def test_a_source_that_ignores_its_cancellation_is_abandoned_named_and_holds_no_slot(
+    make: Make,
+    engine: StubEngine,
+    client: EngineClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("activities.attempt.ABANDON_S", 0.2)
+    over = asyncio.Event()
+
+    async def deaf(task: Task, recorder: Recorder) -> Outcome:
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await over.wait()
+        return Outcome(Status.COMPLETED, reward=1.0)
+
+    b = make(groups={"size": 4, "timeout": 0.3})
+    with_engines(b, engine.url)
+    group = b.group()
+    attempts = Worker(b, client, Session(deaf)).attempts()
+    began = time.monotonic()
+    with caplog.at_level(logging.ERROR, "activities.attempt"):
+        for sample in (0, 1):  # the second finds the first one still there
+            kind, _, final = await failure(
+                limited(60).run(attempts.run_attempt, b.key(group, sample))
+            )
+            assert (kind, final) == ("TIMED_OUT", True)
+    assert time.monotonic() - began < 20
+    first, second = (record.getMessage() for record in caplog.records)
+    assert f"sample 0 of group {group} ignored its cancellation" in first
+    assert "1 such tasks run in this worker" in first
+    assert f"sample 1 of group {group}" in second
+    assert "2 such tasks" in second
+    row = b.attempt(group, 0)
+    assert (row["status"], row["cancel_cause"], row["reward"]) == ("cancelled", "timeout", None)
+    over.set()
+    await until(lambda: not attempts._abandoned)
+    assert b.members(group) == []  # what it returned in the end is nobody's
