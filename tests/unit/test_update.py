@@ -1,6 +1,9 @@
 """One optimizer step: when it moves nothing, and what it must not depend on."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +20,9 @@ from trainer.optimizer import Optimizer
 from trainer.update import Learner
 
 
-def learner(folder: Path, **trainer: object) -> Learner:
+def learner(
+    folder: Path, *, sampling: Mapping[str, object] = MappingProxyType({}), **trainer: object
+) -> Learner:
     config = RunConfig.parse(
         {
             "name": "t",
@@ -25,6 +30,7 @@ def learner(folder: Path, **trainer: object) -> Learner:
             "tasks": {"source": "a:b", "dataset": "a:c"},
             "model": {"tiny": {"dim": 16, "layers": 1, "heads": 2}},
             "budget": {"max_generated_tokens": 8},
+            "sampling": sampling,
             "trainer": {"width": 24, "estimator": "mean", "lr": 1e-2, "weight_decay": 0.1}
             | trainer,
         }
@@ -104,6 +110,30 @@ def test_minibatches_make_several_updates_and_the_first_is_unclipped(tmp_path: P
     once = learner(tmp_path).step(Batch(groups=[group(n) for n in range(4)]), 0)
     assert once.metrics["pg_clipfrac"] == 0.0
     assert once.metrics["ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def filtered(policy: Policy, rollout: Rollout) -> Rollout:
+    """The rollout as this very policy would have sampled it, with three ids kept at each place."""
+    (segment,) = rollout.segments
+    ids = torch.tensor([[*segment.prompt_ids, *segment.sampled_ids]])
+    with torch.no_grad():
+        logits = policy.network(ids, use_cache=False).logits[0, len(segment.prompt_ids) - 1 :]
+    kept, logprobs = [], []
+    for row, sampled in zip(logits, segment.sampled_ids, strict=False):
+        support = sorted({int(sampled), *row.topk(2).indices.tolist()})
+        kept.append(support)
+        logprobs.append(float(row[support].log_softmax(0)[support.index(int(sampled))]))
+    return replace(rollout, segments=[replace(segment, logprobs=logprobs, support=kept)])
+
+
+def test_both_scorings_of_a_step_replay_the_kept_sets_of_filtered_sampling(tmp_path: Path) -> None:
+    trainer = learner(tmp_path, sampling={"top_k": 3}, support_capacity=72)
+    groups = [[filtered(trainer.policy, rollout) for rollout in group(n)] for n in range(2)]
+    told = trainer.step(Batch(groups=groups), 0).metrics
+    assert told["mismatch/max"] < 1e-5  # proximal and behaviour
+    assert told["drift/mean"] < 1e-5
+    assert told["ppo_kl"] == pytest.approx(0.0, abs=1e-6)  # current and proximal
+    assert told["pg_clipfrac"] == 0.0
 
 
 def test_rollouts_that_cannot_be_trained_are_named(tmp_path: Path) -> None:
