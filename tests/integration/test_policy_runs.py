@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from domain.risks import acknowledged
 from domain.services import Services
 from storage.database import upgrade
 from storage.objects import ObjectStore
@@ -98,11 +99,15 @@ def test_mask_span_takes_old_tokens_out_of_the_loss(running: Processes) -> None:
     assert run.value(STALE) == 0
 
 
-def test_keep_trains_tokens_of_any_age(running: Processes) -> None:
+def test_keep_trains_tokens_of_any_age(
+    running: Processes, caplog: pytest.LogCaptureFixture
+) -> None:
     keep = {"stale_policy": "keep", "allow_unbounded_staleness": True, "order": "admission"}
     run = running.train(6, schedule={**keep, "max_lag": 0, "ahead": 3})
     assert max(step.metrics["lag/max"] for step in run.steps) > 0
     assert (run.value(STALE), run.value(EXPIRED)) == (0, 0)
+    (said,) = acknowledged(run.config)  # what it may cost was said before the first step
+    assert f"run {run.config.name}: {said}" in caplog.messages
 
 
 def completion(on_stragglers: str) -> dict[str, Any]:

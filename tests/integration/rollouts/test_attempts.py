@@ -191,13 +191,8 @@ def test_components_and_metrics_are_kept(make: Make) -> None:
     assert (row["reward_parts"], row["metrics"]) == ({"format": 0.1}, {"calls": 3})
 
 
-def test_under_the_segment_policy_the_kv_bound_chooses_the_version(make: Make) -> None:
-    b = make(
-        sampling={"policy": "segment", "kv_cache": {"max_staleness": 1}},
-        schedule={"order": "deadline", "stale_policy": "resubmit", "max_lag": 4},
-    )
-    group = b.group()
-    fence = b.start(group, 0).fence
+def chooser(b: Any, group: int, fence: int) -> Callable[..., tuple[int, int]]:
+    """Asks for the version and the KV anchor of the next request, given what engines hold."""
 
     def choose(*resident: int, refill: bool = False) -> tuple[int, int]:
         choice = b.ledger.call(
@@ -210,8 +205,23 @@ def test_under_the_segment_policy_the_kv_bound_chooses_the_version(make: Make) -
         )
         return choice.version, choice.anchor
 
+    return choose
+
+
+def by_segments(make: Make) -> Any:
+    return make(
+        sampling={"policy": "segment", "kv_cache": {"max_staleness": 1}},
+        schedule={"order": "deadline", "stale_policy": "resubmit", "max_lag": 4},
+    )
+
+
+def test_under_the_segment_policy_the_kv_bound_chooses_the_version(make: Make) -> None:
+    b = by_segments(make)
+    group = b.group()
+    choose = chooser(b, group, b.start(group, 0).fence)
     assert choose(0) == (0, 0)
     b.serve(1)
+    assert choose(0, 1, refill=True) == (1, 0)  # within the bound nothing is computed again
     assert choose(0, 1) == (1, 0)  # extends the old prefix with new weights
     b.serve(2)
     assert choose(0, 1, 2) == (1, 0)  # hold: stays at a compatible version
@@ -224,3 +234,17 @@ def test_under_the_segment_policy_the_kv_bound_chooses_the_version(make: Make) -
     b.start(group, 0)
     with pytest.raises(Fenced):
         choose(4)
+
+
+def test_a_hold_goes_to_no_version_older_than_its_kv_or_on_its_way_out(make: Make) -> None:
+    b = by_segments(make)
+    b.serve(1)
+    b.serve(2)
+    group = b.group()
+    choose = chooser(b, group, b.start(group, 0).fence)
+    assert choose(1, 2) == (2, 2)
+    b.serve(3)
+    b.serve(4)
+    b.sql("UPDATE policy_versions SET state = 'draining' WHERE run_id = %s AND version = 3", b.run)
+    assert choose(1, 2, 3, 4) == (2, 2)
+    assert choose(1, 3, 4) == (4, 4)

@@ -417,3 +417,42 @@ async def test_rollouts_of_the_real_engine_are_what_its_weights_say(
             ids, sampled = s.prompt_ids.tolist(), tuple(s.sampled_ids.tolist())
             assert s.logprobs == pytest.approx(weights.of(ids, sampled).tolist(), abs=1e-4)
     assert b.close(group).state == "complete"
+
+
+async def test_a_rollout_that_is_taken_up_is_the_one_that_it_would_have_been(
+    walk: Callable[..., Any], place: Place, tmp_path: Path
+) -> None:
+    """Runs of one seed on the real engine; a worker that dies has sampled tokens in its hands."""
+    weights, rollouts = Weights.random(GPT2, 1), []
+    with running_engine(tmp_path) as engine:
+        for recovery, dies in (("stateless", False), ("stateless", True), ("snapshot", True)):
+            b = walk(recovery, budget={"segment_tokens": 4}, trainer={"width": 96})
+            b.serve(1, sha256=bytes.fromhex(weights.sha256))
+            group, world = b.group(), tmp_path / f"world-{b.run}"
+            client = EngineClient()
+            try:
+                await engine.serve(client, policy_name(b.run, 1), weights)
+            finally:
+                await client.aclose()
+            engines(b, engine.url, version=1)
+            handle = await place.begin(b.key(group, 0))
+            if dies:
+                first = place.start_worker(WORLD=str(world), FAILPOINT="segment_sampled:3")
+                assert await asyncio.to_thread(first.wait, 60) == 137
+            worker = place.start_worker(WORLD=str(world))
+            ref = await handle.result()
+            worker.kill()
+            worker.wait()
+            row = b.attempt(group, 0)
+            assert (row["fence"], row["counts_as_failure"]) == (1 + dies, False)
+            rollouts.append((ref, b.ledger.call(segments.read, b.run, group, 0, 0), world))
+    whole, told, did = rollouts[0]
+    assert len(told) > 4
+    for ref, found, did_again in rollouts[1:]:
+        assert ref == whole
+        assert did_again.read_text() == did.read_text()  # nothing was done twice
+        assert len(found) == len(told)
+        for one, other in zip(found, told, strict=True):
+            assert one.prompt_ids.tolist() == other.prompt_ids.tolist()
+            assert one.sampled_ids.tolist() == other.sampled_ids.tolist()
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
