@@ -71,7 +71,10 @@ async def test_a_run_that_was_left_goes_on_where_it_stood(
     with pytest.raises(ConfigError, match=r"trainer.lr = 0.001, now 0.5"):
         async for _ in trainer(run, services, tmp_path, optimizer=0.5).run(TASKS, steps=4):
             pass
-    rest = [step async for step in trainer(run, services, tmp_path).run(TASKS, steps=4)]
+    # Another trainer has it, as far as anyone knows, and for long.
+    ledger.call(runs.take_over, run, "elsewhere:1", lease_s=600.0, force=False)
+    forced = trainer(run, services, tmp_path, force=True)
+    rest = [step async for step in forced.run(TASKS, steps=4)]
     assert [step.n for step in [*first, *rest]] == [1, 2, 3, 4]
     assert [len(step.trajectories) for step in rest] == [8, 8]
     assert rest[-1].model_step >= first[-1].model_step

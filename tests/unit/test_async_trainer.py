@@ -343,3 +343,11 @@ def test_an_optimizer_of_torch_gives_its_hyperparameters() -> None:
 def test_a_model_object_is_asked_for_its_folder() -> None:
     with pytest.raises(ConfigError, match="save_pretrained"):
         engine(model=torch.nn.Linear(1, 1))
+
+
+def test_what_is_played_may_be_named() -> None:
+    located = RolloutEngine(TINY, env="tests.played:Adder").located
+    assert located.reference == "tests.played:Adder"
+    assert type(located.source).__name__ == "Adder"
+    with pytest.raises(ConfigError, match="Subtracter"):
+        RolloutEngine(TINY, env="tests.played:Subtracter")
