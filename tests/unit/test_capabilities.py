@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from domain.capabilities import BUILT_IN, IMAGES, missing
+from domain.capabilities import BUILT_IN, IMAGES, missing, of_vllm
 from domain.config import RunConfig
 from domain.data import TaskStream
 from domain.environments import PromptSource
@@ -70,6 +70,22 @@ def test_a_missing_capability_is_named_with_the_setting_that_needs_it(
     assert missing(c, max_resident=4, capabilities=BUILT_IN) == []
     without = [name for name in BUILT_IN if name != lacking]
     (said,) = missing(c, max_resident=4, capabilities=without)
+    assert f"lacks '{lacking}'" in said
+
+
+@pytest.mark.parametrize(
+    ("tables", "able", "unable", "lacking"),
+    [
+        ({"sampling": SEGMENT}, {"adapters": False}, {"adapters": True}, "retained_kv"),
+        (FILTERED, {"kept_sets": True}, {"kept_sets": False}, "kept_sets"),
+    ],
+)
+def test_what_vllm_can_do_depends_on_how_it_is_started(
+    tables: dict[str, Any], able: dict[str, bool], unable: dict[str, bool], lacking: str
+) -> None:
+    started = {"adapters": False, "kept_sets": False}
+    assert missing(config(**tables), max_resident=4, capabilities=of_vllm(**started | able)) == []
+    (said,) = missing(config(**tables), max_resident=4, capabilities=of_vllm(**started | unable))
     assert f"lacks '{lacking}'" in said
 
 
