@@ -72,7 +72,7 @@ async def test_a_run_that_was_left_goes_on_where_it_stood(
         async for _ in trainer(run, services, tmp_path, optimizer=0.5).run(TASKS, steps=4):
             pass
     # Another trainer has it, as far as anyone knows, and for long.
-    ledger.call(runs.take_over, run, "elsewhere:1", lease_s=600.0, force=False)
+    ledger.call(runs.take_over, run, "elsewhere:1", lease_s=600.0, force=True)
     forced = trainer(run, services, tmp_path, force=True)
     rest = [step async for step in forced.run(TASKS, steps=4)]
     assert [step.n for step in [*first, *rest]] == [1, 2, 3, 4]

@@ -196,6 +196,28 @@ def test_p17_to_p19_advancing_is_held_for_a_group_at_its_deadline(ledger: Ledger
     assert ledger.call(holds.gauge, run.now()) == {"staleness/slack": 3.0}
 
 
+def test_the_group_that_binds_now_is_named_when_another_one_did_before(ledger: Ledger) -> None:
+    run = at_version_3(ledger, stale_policy="wait")
+    run.complete(6, version=3)
+    run.complete(7, version=3)
+    for group in (8, 9):
+        run.start(group)
+        run.do(
+            "UPDATE attempts SET oldest_version = 1, newest_version = 1 WHERE group_id = %s", group
+        )
+    held = run.plan()
+    assert isinstance(held, Waiting)
+    assert (held.slack, held.binding_group) == (-2, 8)
+    run.end(8, 0, version=1)
+    run.admit(8)  # complete, and not trained yet
+    held = run.plan()
+    assert isinstance(held, Waiting)
+    assert (held.slack, held.binding_group) == (-1, 9)
+    since = ledger.call(holds.binding, "r1")
+    assert since is not None
+    assert since[0] == 9
+
+
 def test_p20_admission_takes_completion_order(ledger: Ledger) -> None:
     run = at_version_3(ledger, order="admission", stale_policy="resubmit")
     for group in (7, 8, 6):

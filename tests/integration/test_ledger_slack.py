@@ -72,8 +72,16 @@ def test_what_people_see_is_the_rule(ledger: Ledger) -> None:
 
 
 def test_of_two_shares_the_record_tells_the_one_with_less(ledger: Ledger) -> None:
-    roomy, tight = VECTORS[1], VECTORS[2]
-    for name, shares in (("a", (roomy, tight)), ("b", (tight, roomy))):
+    roomy, tight, full = VECTORS[1:4]
+    for name, shares in (("a", (roomy, tight)), ("b", (tight, roomy)), ("c", (full, full))):
         run = outstanding(ledger, name, *shares)
         assert seen(run) == [shown(w) for w in shares]
-        assert ledger.call(holds.gauge, run.now()) == {"staleness/slack": tight.slack}
+        least = min(w.slack for w in shares)
+        assert ledger.call(holds.gauge, run.now()) == {"staleness/slack": least}
+
+
+def test_where_nothing_is_waited_for_there_is_no_slack(ledger: Ledger) -> None:
+    run = Rehearsal(ledger, configuration(schedule={"order": "deadline"})).begin()
+    run.hand_over()
+    assert seen(run)[0][0] is None
+    assert ledger.call(holds.gauge, run.now()) == {}
