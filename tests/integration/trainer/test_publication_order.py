@@ -56,19 +56,41 @@ def test_s17_s18_rollouts_are_submitted_under_what_is_served_and_a_push_comes_be
 
 
 @pytest.mark.parametrize(
-    ("point", "visit"),
+    ("point", "visit", "sync_every", "before", "after", "submitted"),
     [
-        pytest.param("apply_done", 2, id="S18b: at version 2, 1 is served, checkpoint of 0"),
-        pytest.param("p_served", 1, id="S18c: at version 1, 1 is served, checkpoint of 0"),
+        pytest.param(
+            *("apply_done", 2, 1, [0, 1], [0, 1, 2, 3, 4], [{0}, {0}, {1}, {2}]),
+            id="S18b: at version 2, 1 is served, checkpoint of 0",
+        ),
+        pytest.param(
+            *("p_served", 1, 1, [0, 1], [0, 1, 2, 3, 4], [{0}, {0}, {1}, {2}]),
+            id="S18c: at version 1, 1 is served, checkpoint of 0",
+        ),
+        pytest.param(
+            *("apply_done", 2, 2, [0], [0, 2, 4], [{0}, {0}, {0}, {2}]),
+            id="at version 2, 0 is served, checkpoint of 1, which never was",
+        ),
     ],
 )
 def test_a_restarted_trainer_replays_then_pushes_what_is_due_then_submits(
-    around: Services, ledger: Ledger, tmp_path: Path, name: str, point: str, visit: int
+    around: Services,
+    ledger: Ledger,
+    tmp_path: Path,
+    name: str,
+    point: str,
+    visit: int,
+    sync_every: int,
+    before: list[int],
+    after: list[int],
+    submitted: list[set[int]],
 ) -> None:
-    run = create(ledger, configuration(name, tmp_path))
+    schedule = {"sync_every": sync_every, "max_lag": 2}
+    checkpoint = {"every": 1 if sync_every == 2 else 2}
+    config = configuration(name, tmp_path, schedule=schedule, checkpoint=checkpoint)
+    run = create(ledger, config)
     with Fleet(around, tmp_path / "engine") as fleet:
         train_and_die(run, around, fleet, point, visit)
-        assert fleet.loaded == [0, 1]
+        assert fleet.loaded == before
         assert train(run, around, fleet, force=True) == "finished"
-        assert fleet.loaded == [0, 1, 2, 3, 4]  # neither a restored version nor the same one twice
-    assert submitted_under(ledger, run) == [{0}, {0}, {1}, {2}]
+        assert fleet.loaded == after  # neither a restored version nor the same one twice
+    assert submitted_under(ledger, run) == submitted
