@@ -210,6 +210,12 @@ def test_k7_without_a_bound_no_rollout_in_flight_is_cancelled_for_its_age(
         run.serve(run.apply())
     assert run.commands("cancel_sample") == []
     assert run.value("SELECT cancel_cause FROM attempts WHERE group_id = 0 AND sample = 0") is None
+    run.hand_over()
+    run.complete(0)
+    run.complete(7)
+    plan = run.plan()
+    assert isinstance(plan, Planned)  # and none is sent back for it
+    assert [(row.group, row.gen, row.lag) for row in plan.rows] == [(0, 0, 3), (7, 0, 0)]
 
 
 def test_empty_steps_in_a_row_fail_the_run_with_their_causes(ledger: Ledger) -> None:

@@ -180,6 +180,17 @@ def test_g7_a_cancel_between_the_parts_keeps_what_finished(make: Make) -> None:
     assert b.attempt(group, 2)["cancel_cause"] == "surplus"
 
 
+def test_g7_before_the_deadline_a_spare_is_no_tail(make: Make) -> None:
+    b = deadline(make, "carry_over", oversample=1)
+    group = begun(b, samples=5)
+    done(b, group, 0, 1, 2, 3)
+    assert times(b, group) == (True, False)
+    verdict = b.close(group)
+    assert (verdict.state, verdict.members) == ("complete", 4)
+    assert [(q["part"], q["members"]) for q in b.queued(group)] == [(0, 4)]
+    assert b.attempt(group, 4)["cancel_cause"] == "surplus"
+
+
 def test_g8_a_member_before_the_deadline_changes_no_allowance(make: Make) -> None:
     b = deadline(make)
     group = begun(b)
