@@ -83,7 +83,11 @@ def test_full_weights_start_no_adapter_slots_and_a_cpu_gets_its_flags() -> None:
     assert flags[-2:] == ["--seed", "1"]
     assert flags[:3] == [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
     # What is sampled is what the run says, and its log-probabilities are of that.
-    wanted = {"--generation-config": "vllm", "--logprobs-mode": "processed_logprobs"}
+    wanted = {
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",
+        "--scheduling-policy": "priority",  # else a request that says how urgent it is is an error
+    }
     assert {flag: flags[flags.index(flag) + 1] for flag in wanted} == wanted
     # Else a CPU build would want nearly all of the machine's memory.
     assert int(flags[flags.index("--kv-cache-memory-bytes") + 1]) < 2**30
@@ -96,6 +100,14 @@ def test_adapters_have_as_many_slots_and_twice_as_many_places_in_host_memory() -
     )
     wanted = {"--max-loras": "3", "--max-cpu-loras": "6", "--max-lora-rank": "16"}
     assert {flag: flags[flags.index(flag) + 1] for flag in wanted} == wanted
+
+
+def test_kept_sets_come_back_only_from_a_server_that_is_started_for_them() -> None:
+    filtering = argv(Settings(python=PYTHON, sampling_masks=True), Path("/m"), 1, "x", cpu=False)
+    assert "--return-sampling-mask" in filtering
+    assert "--return-sampling-mask" not in argv(
+        Settings(python=PYTHON), Path("/m"), 1, "x", cpu=False
+    )
 
 
 def test_a_server_takes_images_only_if_it_is_started_for_them() -> None:

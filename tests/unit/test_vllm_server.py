@@ -5,14 +5,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from domain.errors import EngineUnavailable
+from domain.errors import ConfigError, EngineUnavailable
+from engine.refusals import NotResident
 from engine.vllm import server
 from engine.vllm.command import Settings
+from engine.vllm.residents import Residents
 from engine.vllm.server import OwnServer
+from engine.vllm.sets import WeightSet
+from engine.vllm.strategies import InPlace
 from storage import scratch
 
 LIKE_VLLM = f"""#!{sys.executable}
@@ -20,7 +25,7 @@ import os, socket, sys, uuid
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 if "-c" in sys.argv:
-    print("cpu")  # which build it is
+    print(os.environ.get("BUILD", "cpu"))
     raise SystemExit
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(os.path.join(os.environ["VLLM_RPC_BASE_PATH"], str(uuid.uuid4())))
@@ -34,17 +39,21 @@ if os.fork() == 0:
     signal.pause()
 
 
-class Health(BaseHTTPRequestHandler):
+class Routes(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        broken = self.path == "/collective_rpc" and os.environ.get("NO_RELOAD")
+        self.send_response(500 if broken else 200)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+    do_POST = do_GET
 
     def log_message(self, *_):
         pass
 
 
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Routes).serve_forever()
 """
 
 
@@ -56,11 +65,11 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def own_server(place: Path, **environment: str) -> OwnServer:
+def own_server(place: Path, *, masks: bool = False, **environment: str) -> OwnServer:
     program = place / "python"
     program.write_text(LIKE_VLLM)
     program.chmod(0o700)
-    settings = Settings(python=program, max_batch=1)
+    settings = Settings(python=program, max_batch=1, sampling_masks=masks)
     return OwnServer(settings, {**os.environ, **environment}, place / "vllm.log")
 
 
@@ -125,6 +134,63 @@ def _lives(group: int) -> bool:
         if int(of) == group and state != "Z":
             return True
     return False
+
+
+@dataclass
+class Folders:
+    """Weights in a folder of their own, of a model that names its architecture."""
+
+    place: Path
+
+    def fetch(self, manifest: str, sha256: str | None) -> WeightSet:
+        folder = self.place / manifest
+        folder.mkdir()
+        return WeightSet(
+            sha256=manifest, folder=folder, shapes={"a": ("float32", (1,))}, model="m", probe=None
+        )
+
+    def fetch_model(self, manifest: str) -> Path:
+        folder = self.place / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+        return folder
+
+
+async def test_where_the_version_before_cannot_be_put_back_the_server_is_ended(
+    place: Path,
+) -> None:
+    """A server whose reload failed has no weights; its next computation would end it anyway."""
+    source, own = Folders(place), own_server(place, NO_RELOAD="1")
+    residents = Residents(InPlace(own, source, place), own, source, most=8, capabilities=())
+    await residents.load("run@0", "w0", "w0", None)
+    process = own._process
+    with pytest.raises(EngineUnavailable, match="run@1 could not be loaded"):
+        await residents.load("run@1", "w1", "w1", None)
+    assert process is not None
+    assert process.returncode is not None
+    assert residents.policies() == {}
+    with pytest.raises(NotResident):
+        async with residents.request("run@0", 0):
+            pass
+
+
+def test_what_is_no_vllm_is_refused_before_anything_starts(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUILD", "none")
+    with pytest.raises(ConfigError, match=r"has no vLLM; set ROLLBOOK_VLLM_PYTHON"):
+        own_server(place)
+    with pytest.raises(ConfigError, match=r"cannot be asked for its vLLM"):
+        OwnServer(Settings(python=place / "absent"), {}, place / "vllm.log")
+
+
+def test_a_cpu_build_is_not_started_for_kept_sets_which_it_cannot_report(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"does not report kept sets.*builtin"):
+        own_server(place, masks=True)
+    monkeypatch.setenv("BUILD", "gpu")
+    own_server(place, masks=True)
 
 
 @pytest.mark.parametrize(("length", "fits"), [(34, True), (35, False)])

@@ -25,7 +25,7 @@ from domain.errors import ObjectMissing
 from domain.services import vllm_python
 from engine.vllm.command import Settings
 from engine.vllm.main import make_server
-from engine.vllm.server import OwnServer
+from engine.vllm.server import AttachedServer, OwnServer, Server
 from engine.vllm.sets import WeightSet, weight_set
 from rollbook.stack import ports
 from storage.manifests import File, Manifest, Tensor
@@ -138,6 +138,7 @@ class Lab:
     url: str
     source: FolderSource
     server: OwnServer
+    """The one that computes, whoever's front started it."""
     client: EngineClient
 
     async def serve(
@@ -167,25 +168,48 @@ async def running_front(
     folder: Path, *, describe: Callable[[Path], object] = describe_qwen3, **changes: Any
 ) -> AsyncIterator[Lab]:
     """A front; its server starts with the first load."""
+    settings = settings_with(**changes)
+    own = OwnServer(settings, os.environ, folder / "vllm.log")
+    async with _serving(settings, own, own, FolderSource(folder, describe)) as lab:
+        yield lab
+
+
+@asynccontextmanager
+async def attached_front(keeper: Lab, folder: Path, **changes: Any) -> AsyncIterator[Lab]:
+    """Another front over the server that `keeper`'s front has started, as whoever keeps one has."""
+    settings, source = settings_with(**changes), FolderSource(folder, describe_qwen3)
+    source.stored.update(keeper.source.stored)
+    attached = AttachedServer(keeper.server.control.url, connections=16)
+    async with _serving(settings, attached, keeper.server, source) as lab:
+        yield lab
+
+
+def settings_with(**changes: Any) -> Settings:
+    """For a tiny model."""
     torch.set_num_threads(1)
     python = vllm_python(os.environ)
     assert python is not None
     common = {"max_batch": 8, "max_context": CONTEXT, "threads": 1}
-    settings = Settings(python=python, **(common | changes))
-    source, port = FolderSource(folder, describe), ports.choose(0)
-    own = OwnServer(settings, os.environ, folder / "vllm.log")
-    server = make_server(settings, own, source, folder, host="127.0.0.1", port=port)
+    return Settings(python=python, **(common | changes))
+
+
+@asynccontextmanager
+async def _serving(
+    settings: Settings, asked: Server, computing: OwnServer, source: FolderSource
+) -> AsyncIterator[Lab]:
+    port = ports.choose(0)
+    server = make_server(settings, asked, source, source.folder, host="127.0.0.1", port=port)
     serving = asyncio.create_task(server.serve())
     client = EngineClient()
     try:
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
-        yield Lab(f"http://127.0.0.1:{port}", source, own, client)
+        yield Lab(f"http://127.0.0.1:{port}", source, computing, client)
     finally:
         await client.aclose()
         server.should_exit = True
         await serving
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(source.folder, ignore_errors=True)
 
 
 def digest_of(tensors: dict[str, torch.Tensor]) -> str:

@@ -15,7 +15,7 @@ from activities.inference import Generated
 from domain.config import Lora
 from domain.errors import EngineRefused, EngineUnavailable
 from tests.integration.engine.lab import Weights, idle, reach, sampling
-from tests.vllm.lab import QWEN3, Lab, Stored, probe_of
+from tests.vllm.lab import QWEN3, Lab, Stored, attached_front, probe_of
 from trainer import lora
 from trainer.model import weights_digest
 
@@ -184,3 +184,16 @@ async def test_what_is_not_the_promised_adapter_is_refused_and_the_rest_serves_o
     assert error(A[2], [1, 2], await ask(adapters, [1, 2], "run@2")) < EXACT
     await adapters.load("run@3", stored(A[3]))
     assert error(A[3], [1, 2], await ask(adapters, [1, 2], "run@3")) < EXACT
+
+
+async def test_a_front_that_is_attached_takes_the_place_of_an_earlier_ones_adapters(
+    adapters: Lab, tmp_path: Path
+) -> None:
+    """Their folders may be gone, and their slots are wanted."""
+    control = adapters.server.control
+    assert {"run@2", "run@3"} <= set(await control.models())
+    async with attached_front(adapters, tmp_path, adapters=2, lora_rank=8) as lab:
+        await lab.load("run@1", stored(A[1]))
+        assert sorted(name for name in await control.models() if "@" in name) == ["run@1"]
+        assert error(A[1], [1, 2], await ask(lab, [1, 2], "run@1")) < EXACT
+    assert await control.healthy()  # it is somebody else's to end

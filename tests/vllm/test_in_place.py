@@ -1,16 +1,18 @@
 """Full weights, replaced in place: provenance, hold and refill, and every wrong set refused."""
 
 import asyncio
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from activities.inference import Crossing, Generated
+from activities.inference import Crossing, Generated, Health
 from domain.errors import EngineBusy, EngineRefused, EngineUnavailable, WrongVersion
+from engine.vllm.control import Control
 from storage import scratch
 from tests.integration.engine.lab import Weights, idle, reach, sampling
-from tests.vllm.lab import CONTEXT, LONG, PROBE, QWEN3, Lab, probe_of
+from tests.vllm.lab import CONTEXT, LONG, PROBE, QWEN3, Lab, attached_front, probe_of
 
 EXACT = 1e-4
 HOLD = Crossing(kv_max_staleness=1, refill=False)
@@ -41,6 +43,19 @@ async def ask(
 def error(weights: Weights, ids: list[int], found: Generated, temperature: float = 1.0) -> float:
     wanted = weights.of(ids, found.sampled_ids, temperature)
     return float((torch.tensor(found.logprobs) - wanted).abs().max())
+
+
+async def new_life(lab: Lab, before: int) -> Health:
+    """What the front says once it has given its server up."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                after = await lab.client.health(lab.url)
+            except EngineUnavailable:
+                after = None  # it says so until then
+            if after is not None and after.incarnation != before:
+                return after
+            await asyncio.sleep(0.1)
 
 
 async def test_a_front_starts_empty_and_names_what_it_lacks(in_place: Lab) -> None:
@@ -294,6 +309,24 @@ async def test_an_abort_of_nothing_aborts_nothing(in_place: Lab) -> None:
     assert (found.finish_reason, len(found.sampled_ids)) == ("length", 300)
 
 
+async def test_after_a_reload_that_failed_the_version_before_is_served_again(
+    in_place: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are gone then: computing with what is left would end the server."""
+    reload, broken = Control.reload, [Path("/nowhere")]
+
+    async def off_a_disk_that_broke(control: Control, folder: Path) -> None:
+        await reload(control, broken.pop() if broken else folder)
+
+    monkeypatch.setattr(Control, "reload", off_a_disk_that_broke)
+    with pytest.raises(EngineUnavailable, match=r"run@7 could not be loaded.*nowhere"):
+        await in_place.serve("run@7", W[3])
+    ids = prompt(12)
+    found = await ask(in_place, ids, "run@6")
+    assert found.spans == ((6, 16),)
+    assert error(W[2], ids, found) < EXACT
+
+
 async def test_a_server_that_dies_leaves_an_empty_front_with_a_new_incarnation(
     in_place: Lab,
 ) -> None:
@@ -306,18 +339,28 @@ async def test_a_server_that_dies_leaves_an_empty_front_with_a_new_incarnation(
     in_place.server._process.kill()
     with pytest.raises(EngineUnavailable):
         await pending
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                after = await in_place.client.health(in_place.url)
-            except EngineUnavailable:
-                continue  # it says so until it has given the server up
-            if after.incarnation != before.incarnation:
-                break
-            await asyncio.sleep(0.1)
+    after = await new_life(in_place, before.incarnation)
     assert after.policies == {}
     # The next load starts another server, under a name that the front no longer knows.
     assert await in_place.serve("run@6", W[2]) == after.incarnation
     ids = prompt(9)
     assert error(W[2], ids, await ask(in_place, ids, "run@6")) < EXACT
     assert not any(path.parent.exists() for path in sockets)
+
+
+async def test_a_front_that_is_attached_replaces_what_the_server_has_and_sees_it_end(
+    in_place: Lab, tmp_path: Path
+) -> None:
+    ids = prompt(12)
+    async with attached_front(in_place, tmp_path) as lab:
+        await lab.serve("other@3", W[1])  # a server's own weights are nobody's: replaced
+        before = await lab.client.health(lab.url)
+        found = await ask(lab, ids, "other@3")
+        assert found.spans == ((3, 16),)
+        assert error(W[1], ids, found) < EXACT
+        assert in_place.server._process is not None
+        in_place.server._process.kill()
+        after = await new_life(lab, before.incarnation)
+        assert after.policies == {}
+        with pytest.raises(EngineUnavailable, match="does not answer /health"):
+            await lab.serve("other@4", W[2])
