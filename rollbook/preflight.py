@@ -18,6 +18,7 @@ from domain.environments import Source
 from domain.errors import ConfigError, RollbookError
 from domain.mixing import MixedStream
 from domain.services import vllm_python
+from engine.vllm.command import is_cpu_build
 from storage import datasets
 from trainer import folders
 
@@ -76,7 +77,8 @@ def check_engine(config: RunConfig, *, own: bool) -> None:
     name, resident = "the built-in engine", e.max_resident
     has: tuple[str, ...] = BUILT_IN
     if e.kind == "vllm":
-        if vllm_python(os.environ) is None:
+        python = vllm_python(os.environ)
+        if python is None:
             raise ConfigError(
                 'engine.kind = "vllm" needs ROLLBOOK_VLLM_PYTHON, the interpreter of an environment '
                 "that has vLLM (`make vllm` builds one for CPUs)"
@@ -84,7 +86,7 @@ def check_engine(config: RunConfig, *, own: bool) -> None:
         name, resident = "vLLM", e.max_resident if adapters else 1
         has = of_vllm(
             adapters=adapters,
-            kept_sets=config.sampling.filtered,
+            kept_sets=not is_cpu_build(python),
             images=bool(config.budget.max_images),
         )
     if lacks := missing(config, max_resident=resident, capabilities=has):

@@ -1,5 +1,6 @@
 """An engine that cannot do what a run needs is refused before anything is sampled."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,34 @@ def test_images_must_be_declared_so_that_every_engine_is_asked_for_them_first() 
     assert "built-in" not in said
     with pytest.raises(ConfigError, match=r"the built-in engine cannot sample .* lacks 'images'"):
         check_engine(c, own=True)
+
+
+@pytest.mark.parametrize("build", ["cpu", "gpu", "none"])
+def test_a_runs_own_vllm_is_asked_what_it_can_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {build}\n")
+    python.chmod(0o700)
+    monkeypatch.setenv("ROLLBOOK_VLLM_PYTHON", str(python))
+    filtered = FILTERED | {"sampling": SEGMENT | {"top_k": 2}}
+    c = config(engine={"kind": "vllm"}, **filtered)
+    if build == "gpu":
+        check_engine(c, own=True)
+        return
+    words = {
+        "cpu": r"vLLM cannot sample .* lacks 'kept_sets', which filtered",
+        "none": "has no vLLM",
+    }
+    with pytest.raises(ConfigError, match=words[build]):
+        check_engine(c, own=True)
+
+
+def test_a_run_that_wants_vllm_and_names_none_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLBOOK_VLLM_PYTHON", raising=False)
+    with pytest.raises(ConfigError, match=r"needs ROLLBOOK_VLLM_PYTHON.*make vllm"):
+        check_engine(config(engine={"kind": "vllm"}), own=True)
+    check_engine(config(engine={"kind": "vllm"}), own=False)  # whoever started one knows it
 
 
 def test_the_trainer_of_rollbook_scores_no_images() -> None:
