@@ -75,6 +75,17 @@ async def test_ids_come_back_with_processed_log_probabilities(in_place: Lab) -> 
         assert error(W[0], ids, found, temperature) < EXACT
 
 
+async def test_a_request_that_is_less_urgent_is_sampled_alike(in_place: Lab) -> None:
+    """What is evaluated comes behind what is trained; by itself vLLM refuses to be told so."""
+    urgent, later = [
+        await in_place.client.generate(
+            in_place.url, "run@0", prompt(9), sampling(), request_id=f"p{n}", salt="p", priority=n
+        )
+        for n in range(2)
+    ]
+    assert urgent.sampled_ids == later.sampled_ids
+
+
 async def test_a_known_prefix_is_cached_under_its_salt_only(in_place: Lab) -> None:
     ids = prompt(70, seed=1)
     first = await ask(in_place, ids, "run@0", salt="a")
