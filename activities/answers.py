@@ -226,8 +226,8 @@ def _kv_version(
 def _support(
     engine_url: str, choice: Mapping[str, Any], ids: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    kept = (choice.get("sampling_mask") or {}).get("token_ids")
-    if kept is None or len(kept) != len(ids):
+    kept = choice.get("sampling_mask")
+    if not isinstance(kept, list) or len(kept) != len(ids):
         raise EngineRefused(
             f"engine {engine_url} filtered without reporting the kept ids; filtered sampling "
             "needs an engine with sampling masks (vLLM: --return-sampling-mask)"

@@ -196,7 +196,7 @@ def _answer(request: Request, result: Completion, sha256: str) -> dict[str, Any]
         "kv_version": result.kv_version,
     }
     if result.supports is not None:
-        choice["sampling_mask"] = {"token_ids": result.supports}
+        choice["sampling_mask"] = result.supports
     return {
         "request_id": request.id,
         "model": request.policy,

@@ -19,6 +19,8 @@ from domain.errors import EngineRefused, EngineUnavailable
 PROBE_PATIENCE_S = 120.0
 RELOAD_PATIENCE_S = 600.0
 ABORT_PREFIX = "generate-tokens-"
+WHOLE_VOCABULARY = 2**31 - 1
+"""As `top_k`: vLLM lowers it to what there is."""
 
 Crossing = Literal["hold", "refill"]
 """What requests do that are running when weights are replaced: go on with the KV they have, or
@@ -36,8 +38,16 @@ class Answer:
 class Control:
     """HTTP client of one server. Raises EngineUnavailable when it is away, EngineRefused on 4xx."""
 
-    def __init__(self, url: str, *, connections: int) -> None:
+    def __init__(self, url: str, *, connections: int, kept_sets: bool = False) -> None:
+        """Nothing is connected yet.
+
+        Args:
+            url: base URL of the server.
+            connections: kept open.
+            kept_sets: whether it was started to report what filtered sampling keeps.
+        """
         self.url = url
+        self._kept_sets = kept_sets
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=connections)
         self._http = httpx.AsyncClient(
             base_url=url, limits=limits, timeout=httpx.Timeout(30.0), trust_env=False
@@ -63,7 +73,10 @@ class Control:
         """Sample. Being cancelled closes the connection, which aborts the request."""
         try:
             answer = await self._http.post(
-                "/inference/v1/generate", json=body, timeout=None, headers=tracing.carrier()
+                "/inference/v1/generate",
+                json=self._bounded(body),
+                timeout=None,
+                headers=tracing.carrier(),
             )
         except httpx.TransportError as error:
             raise self._away("/inference/v1/generate", error) from error
@@ -143,13 +156,29 @@ class Control:
             },
         }
         answer = await self._send(
-            "POST", "/inference/v1/generate", json=body, timeout_s=PROBE_PATIENCE_S
+            "POST", "/inference/v1/generate", json=self._bounded(body), timeout_s=PROBE_PATIENCE_S
         )
         content = answer.json()["choices"][0]["logprobs"]["content"][0]
         for entry in (content, *content["top_logprobs"]):
             if entry["token_id"] == token:
                 return float(entry["logprob"])
         raise EngineRefused(f"vLLM at {self.url} gave no log-probability of the probe's {token}")
+
+    def _bounded(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same request as a server takes it that reports kept sets: none without a bound.
+
+        It refuses `top_k` of none, and greedy sampling, which is to keep the likeliest id alone.
+        """
+        params = body.get("sampling_params")
+        if not self._kept_sets or not isinstance(params, Mapping):
+            return body
+        if params.get("temperature") == 0:
+            bound = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+        elif params.get("top_k", 0) <= 0:
+            bound = {"top_k": WHOLE_VOCABULARY}
+        else:
+            return body
+        return {**body, "sampling_params": {**params, **bound}}
 
     async def _send(
         self, method: str, path: str, *, json: object = None, timeout_s: float = 30.0

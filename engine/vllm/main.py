@@ -49,7 +49,7 @@ def serve(
     server: Server = (
         OwnServer(settings, environ, work / "vllm.log")
         if attach is None
-        else AttachedServer(attach, connections=2 * settings.max_batch)
+        else AttachedServer(attach, settings)
     )
     source = ObjectSource(ObjectStore(services), work)
     make_server(settings, server, source, work, host=host, port=port).run()

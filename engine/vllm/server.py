@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from domain.errors import ConfigError, EngineUnavailable
+from domain.errors import ConfigError, EngineError, EngineUnavailable
 from engine.vllm.command import Settings, argv, environment, is_cpu_build
 from engine.vllm.control import Control
 from storage import scratch
@@ -115,7 +115,7 @@ class OwnServer:
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
                 start_new_session=True,
             )
-        control = Control(f"http://127.0.0.1:{port}", connections=2 * self._settings.max_batch)
+        control = control_of(f"http://127.0.0.1:{port}", self._settings)
         try:
             await self._until_ready(control)
         except BaseException:
@@ -180,8 +180,14 @@ class AttachedServer:
     name `base`.
     """
 
-    def __init__(self, url: str, *, connections: int) -> None:
-        self._control = Control(url, connections=connections)
+    def __init__(self, url: str, settings: Settings) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            url: its base URL.
+            settings: how whoever keeps it has started it.
+        """
+        self._control = control_of(url, settings)
         self._started: float | None = None
 
     @property
@@ -210,7 +216,7 @@ class AttachedServer:
             return True
         try:
             return await self._control.healthy() and await self._start_time() == self._started
-        except EngineUnavailable:
+        except EngineError:
             return False
 
     async def stop(self) -> None:
@@ -224,6 +230,11 @@ class AttachedServer:
         if found is None:
             raise EngineUnavailable(f"vLLM at {self._control.url} does not tell when it started")
         return float(found[1])
+
+
+def control_of(url: str, settings: Settings) -> Control:
+    """The routes of a server that was started so."""
+    return Control(url, connections=2 * settings.max_batch, kept_sets=settings.sampling_masks)
 
 
 def socket_place() -> Path:

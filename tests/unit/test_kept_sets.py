@@ -15,7 +15,7 @@ def read(kept: list[list[int]] | None) -> Generated:
         "logprobs": {"content": [{"token_id": i, "logprob": -1.0} for i in (3, 4)]},
     }
     if kept is not None:
-        choice["sampling_mask"] = {"token_ids": kept}
+        choice["sampling_mask"] = kept
     asked = SamplingParams(max_tokens=2, seed=0, top_k=2)
     return generated("http://e", "r@4", asked, None, {"choices": [choice]})
 

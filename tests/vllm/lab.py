@@ -179,7 +179,7 @@ async def attached_front(keeper: Lab, folder: Path, **changes: Any) -> AsyncIter
     """Another front over the server that `keeper`'s front has started, as whoever keeps one has."""
     settings, source = settings_with(**changes), FolderSource(folder, describe_qwen3)
     source.stored.update(keeper.source.stored)
-    attached = AttachedServer(keeper.server.control.url, connections=16)
+    attached = AttachedServer(keeper.server.control.url, settings)
     async with _serving(settings, attached, keeper.server, source) as lab:
         yield lab
 
