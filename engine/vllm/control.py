@@ -174,7 +174,7 @@ class Control:
             return body
         if params.get("temperature") == 0:
             bound = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
-        elif params.get("top_k", 0) <= 0:
+        elif params.get("top_k") in (None, 0, -1):
             bound = {"top_k": WHOLE_VOCABULARY}
         else:
             return body

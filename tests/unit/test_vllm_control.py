@@ -31,6 +31,7 @@ def control(asked: list[dict[str, Any]], *, kept_sets: bool) -> Control:
         ({"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {}),
         ({"temperature": 0.7, "top_k": -1, "top_p": 0.9}, KEEPS_ALL),
         ({"temperature": 1.0}, KEEPS_ALL),
+        ({"temperature": 1.0, "top_k": "all"}, {}),  # the server's to refuse
         ({"temperature": 0, "top_k": -1, "top_p": 1.0}, GREEDY),
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, GREEDY),
     ],
