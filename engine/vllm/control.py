@@ -156,7 +156,11 @@ class Control:
             },
         }
         answer = await self._send(
-            "POST", "/inference/v1/generate", json=self._bounded(body), timeout_s=PROBE_PATIENCE_S
+            "POST",
+            "/inference/v1/generate",
+            json=self._bounded(body),
+            timeout_s=PROBE_PATIENCE_S,
+            alone=False,
         )
         content = answer.json()["choices"][0]["logprobs"]["content"][0]
         for entry in (content, *content["top_logprobs"]):
@@ -181,11 +185,22 @@ class Control:
         return {**body, "sampling_params": {**params, **bound}}
 
     async def _send(
-        self, method: str, path: str, *, json: object = None, timeout_s: float = 30.0
+        self,
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        timeout_s: float = 30.0,
+        alone: bool = True,
     ) -> httpx.Response:
+        # A moment after it answered 500 the server closes the connection: what is sent over it next
+        # would be lost, and be taken for the server's end, when all it needs is its weights back.
+        headers = {"Connection": "close"} if alone else None
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._http.request(method, path, json=json, timeout=timeout_s)
+                answer = await self._http.request(
+                    method, path, json=json, timeout=timeout_s, headers=headers
+                )
         except (httpx.TransportError, TimeoutError) as error:
             raise self._away(path, error) from error
         if answer.status_code == 200:

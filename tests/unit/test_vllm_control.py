@@ -1,11 +1,13 @@
 """What a vLLM server is asked: the front's requests as the server gets them."""
 
+import asyncio
 import json
 from typing import Any
 
 import httpx
 import pytest
 
+from domain.errors import EngineUnavailable
 from engine.vllm.control import WHOLE_VOCABULARY, Control
 
 KEEPS_ALL = {"top_k": WHOLE_VOCABULARY}
@@ -55,3 +57,26 @@ async def test_the_probe_is_answered_by_such_a_server_too() -> None:
     (request,) = asked
     assert (request["token_ids"], request["sampling_params"]["logprob_token_ids"]) == ([3], [7, 7])
     assert request["sampling_params"]["top_k"] == WHOLE_VOCABULARY
+
+
+async def test_what_follows_a_failed_reload_is_not_lost_with_its_connection() -> None:
+    """vLLM answers 500 as if the connection were to be kept, and closes it a moment later."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        status = b"500 No" if connections == 1 else b"200 OK"
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %s\r\nContent-Length: 2\r\n\r\n{}" % status)
+        await asyncio.sleep(0.1)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    made = Control(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections=1)
+    with pytest.raises(EngineUnavailable, match="answered 500"):
+        await made.resume()
+    await made.resume()
+    assert connections == 2
+    await made.aclose()
+    server.close()
