@@ -104,3 +104,28 @@ async def test_two_gateways_never_write_over_each_other(
                 said += [answer.choices[0].message, {"role": "user", "content": f"{number}"}]
     assert {p.chain for p in b.ledger.call(segments.places, b.run, group, 0, 0)} == {0}
     assert b.attempt(group, 0)["turns"] == 4
+
+
+async def test_a_question_whose_answer_arrived_is_another_one_even_when_the_session_was_read_again(
+    sampled_run: Make, engine: StubEngine, printable_chat: Chat
+) -> None:
+    """Read again because another call was broken off; what had arrived is not given twice."""
+    engine.say = Script(printable_chat, ["one"])
+    b = sampled_run()
+    group = b.group()
+    other: Any = [{"role": "user", "content": "other"}]
+    async with gateway(b, printable_chat) as gate, gate.client(group, 0) as program:
+        first = await program.chat.completions.create(model="m", messages=HELLO)
+        assert first.choices[0].message.content == "one"
+        (entry,) = gate.sessions._entries.values()
+        await until(lambda: entry.delivered)
+        engine.hold = asyncio.Event()
+        asking = asyncio.create_task(program.chat.completions.create(model="m", messages=other))
+        await until(lambda: engine.running)
+        asking.cancel()
+        await until(lambda: engine.aborted)
+        await until(lambda: entry.opened is not None and entry.opened.doubtful)
+        engine.hold.set()
+        engine.say = Script(printable_chat, ["two"])
+        again = await program.chat.completions.create(model="m", messages=HELLO)
+        assert again.choices[0].message.content == "two"
