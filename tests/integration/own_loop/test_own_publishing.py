@@ -113,6 +113,27 @@ def test_a_publisher_of_ones_own_that_lost_its_weights_is_pushed_to_on_restart(
         assert own.pushed == [1]
 
 
+def test_a_publisher_of_ones_own_gets_nothing_that_a_replay_only_restores(
+    make: Loop,
+    around: Services,
+    tmp_path: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Fleet(around, tmp_path / "engine"), played_health(monkeypatch):
+        first, state = make(weights=Pushing(), model=folder), Trained(folder)
+        train(first, state, steps=1)
+        saved = (state.save(), first.state_dict())
+        train(first, state, steps=2)
+        abandon(first)
+        own = Pushing()  # its engines lost everything meanwhile
+        again, restored = make(weights=own, model=folder, force=True), Trained(folder)
+        restored.load(saved[0])
+        again.load_state_dict(saved[1])
+        train(again, restored, steps=3)
+        assert own.pushed == [3]
+
+
 def test_inexact_kernels_may_replay_to_other_bits_if_every_step_is_kept(
     make: Loop, around: Services, tmp_path: Path, folder: Path
 ) -> None:
