@@ -105,6 +105,7 @@ def test_pinned_versions_stay_and_others_retire_after_their_engines_unload(ledge
     run.start(2)  # pins version 0
     run.serve(1)
     assert ledger.call(versions.retire, "r1") == []
+    assert ledger.call(versions.state, "r1", 0) == "served"
     assert ledger.call(versions.wanted, "r1") == [0, 1]
     run.end(2, 0)
     run.end(2, 1)
@@ -115,6 +116,15 @@ def test_pinned_versions_stay_and_others_retire_after_their_engines_unload(ledge
     ledger.call(versions.unloaded, "r1", ENGINE, 0)
     ledger.call(versions.retire, "r1")
     assert ledger.call(versions.state, "r1", 0) == "retired"
+
+
+def test_a_version_on_its_way_out_is_not_unloaded_under_a_rollout(ledger: Ledger) -> None:
+    run = uploaded(ledger)
+    run.start(2)
+    run.serve(1)
+    run.do("UPDATE policy_versions SET state = 'draining' WHERE version = 0")
+    assert ledger.call(versions.retire, "r1") == []
+    assert ledger.call(versions.wanted, "r1") == [0, 1]
 
 
 def test_a_publish_without_a_slot_is_held_and_names_who_holds_it(ledger: Ledger) -> None:
