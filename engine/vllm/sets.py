@@ -6,6 +6,7 @@ are compared with the manifest's digests, and the tensors in the files with thos
 
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Type and shape by tensor name."""
 
 _TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
+
+
+_EYES_AND_EARS = re.compile(r"[._](vision|visual|audio|image|connector|multi_modal_projector)")
+"""In the name of a tensor that is part of what turns images or sounds into tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +132,11 @@ def differing(expected: Shapes, found: Shapes) -> str | None:
         if expected.get(name) != found.get(name):
             return f"tensor {name}: {expected.get(name)} expected, {found.get(name)} found"
     return None
+
+
+def beside_text(adapter: Shapes) -> str | None:
+    """The first tensor of an adapter that is of no layer of the text model; None: there is none."""
+    return next((name for name in sorted(adapter) if _EYES_AND_EARS.search(name)), None)
 
 
 def read_shapes(file: Path) -> Shapes:

@@ -266,6 +266,12 @@ class Adapters:
                 f"policy {name} has rank {found.adapter['rank']} and this engine was started with "
                 f"--lora-rank {self._rank}"
             )
+        if (beside := sets.beside_text(found.shapes)) is not None:
+            # vLLM would leave them out without a word, and a probe of text would not notice.
+            raise Unsupported(
+                f"policy {name} adapts {beside}, and vLLM serves adapters of the text model's layers "
+                "only; leave what reads images out of the adapter's targets"
+            )
         if self._base is None:
             return
         base, shapes, _ = self._base

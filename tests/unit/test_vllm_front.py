@@ -163,3 +163,23 @@ def test_a_runs_engine_section_decides_how_its_engine_starts() -> None:
     assert options[10:] == ["--lora-rank", "4", "--argument=--seed", "--argument=1"]
     sees = configuration(engine={"kind": "vllm"}, budget={"max_images": 2})
     assert engine_options(sees)[-2:] == ["--images", "2"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "beside"),
+    [
+        ("model.layers.0.self_attn.q_proj", False),
+        ("model.text_model.layers.1.mlp.up_proj", False),
+        ("transformer.h.0.attn.c_attn", False),
+        ("model.vision_model.encoder.layers.0.self_attn.q_proj", True),
+        ("visual.blocks.0.attn.qkv", True),
+        ("model.connector.modality_projection.proj", True),
+        ("multi_modal_projector.linear_1", True),
+        ("audio_tower.layers.0.fc1", True),
+    ],
+)
+def test_layers_that_read_images_are_told_from_the_text_models(layer: str, beside: bool) -> None:
+    text = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+    name = f"base_model.model.{layer}.lora_A.weight"
+    found = sets.beside_text({text: ("float32", (8, 4)), name: ("float32", (8, 4))})
+    assert found == (name if beside else None)
