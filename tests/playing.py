@@ -79,16 +79,20 @@ class Fleet:
         answer: Callable[[Task, int, int], Answer] = scripted,
         serves: bool = True,
         plays: bool = True,
+        slots: int = 8,
         on_load: Callable[[Path, manifests.Manifest], None] | None = None,
     ) -> None:
         self.ledger = Ledger.open(services.database_url, pool=2, application="fleet", patience_s=20)
         self.store = ObjectStore(services)
         self.scratch, self.answer, self.on_load = scratch, answer, on_load
+        self._slots = slots
+        """Versions that the engine holds at once."""
         self._deaf = {"publish": not serves, "start_group": not plays}
         self.abandoned: set[int] = set()
         """Groups that are abandoned instead of answered."""
         self.held: set[int] = set()
-        """Groups whose attempts start and go on for ever."""
+        """Groups whose attempts start and go on until `release`."""
+        self._kept: list[tuple[str, Mapping[str, Any]]] = []
         self.loaded: list[int] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._play, daemon=True)
@@ -110,9 +114,15 @@ class Fleet:
         if self._broken is not None:
             raise self._broken
 
+    def release(self) -> None:
+        """Play what was held to its end."""
+        self.held = set()
+
     def _play(self) -> None:
         try:
             while not self._over.wait(0.02):
+                while self._kept and not self.held:
+                    self._to_its_end(*self._kept.pop())
                 while commands := self.ledger.call(self._claim):
                     for command in commands:
                         self._obey(command)
@@ -139,13 +149,16 @@ class Fleet:
         begin = BeginGroup(
             run=run, group=g["group"], gen=g["gen"], workflow_id=key, first_execution_run_id=key
         )
-        if not self.ledger.call(groups.begin, begin):
-            return
+        if self.ledger.call(groups.begin, begin):
+            self._to_its_end(run, g)
+
+    def _to_its_end(self, run: str, g: Mapping[str, Any]) -> None:
         outcome: Closing = "abandoned" if g["group"] in self.abandoned else "complete"
         if outcome == "complete":
             for sample, attempt in g["samples"]:
                 self._attempt(AttemptIn(run=run, group=g["group"], sample=sample, attempt=attempt))
         if g["group"] in self.held:
+            self._kept.append((run, g))
             return
         finish = FinishGroup(run=run, group=g["group"], gen=g["gen"], outcome=outcome)
         self.ledger.call(groups.finish, finish)
@@ -177,7 +190,7 @@ class Fleet:
         )
         if self.on_load is not None:
             self.on_load(folder, manifest)
-        self.ledger.call(versions.see_engine, run, ENGINE, 1, 8, 3600.0)
+        self.ledger.call(versions.see_engine, run, ENGINE, 1, self._slots, 3600.0)
         self.ledger.call(versions.acknowledge, run, ENGINE, 1, version, weights.sha256)
         self.loaded.append(version)
         self.ledger.call(versions.mark_served, run, version)

@@ -34,6 +34,7 @@ from trainer.model import Policy, weights_digest
 from trainer.objective import Aggregation, Kind
 from trainer.optimizer import Optimizer
 from trainer.ranks import Ranks
+from trainer.session import agreed_digest
 from trainer.sharding import Slice
 from trainer.update import Learner
 from trainer.waiting import Stopped
@@ -360,6 +361,12 @@ def failures(ranks: Ranks) -> None:
     }.items():
         answers = ranks.exchange("heard", heard(act))
         tell(ranks, name, answers=answers)
+    agreed = {
+        "same weights": lambda: agreed_digest(ranks, "r", 3, b"same"),
+        "other weights": lambda: agreed_digest(ranks, "r", 3, bytes([ranks.rank])),
+    }
+    for name, look in agreed.items():
+        tell(ranks, name, answers=ranks.exchange("heard", heard(look)))
     decided = ranks.decide("decide", lambda: f"by rank {ranks.rank}")
     tell(ranks, "decided", answers=ranks.exchange("heard", decided))
 

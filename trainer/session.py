@@ -28,6 +28,7 @@ from trainer.creation import Workshop
 from trainer.drift import DriftGuard
 from trainer.model import weights_digest
 from trainer.publishing import Publisher
+from trainer.ranks import Ranks
 from trainer.update import Learner, Outcome
 
 log = logging.getLogger(__name__)
@@ -257,23 +258,28 @@ class Session:
         self.version += outcome.updated
 
     def _digest(self, step: int) -> bytes:
-        """Of the weights after a step, which are the same on every rank.
-
-        Raises:
-            LedgerError: they are not; nothing was booked.
-        """
+        """Of the weights after a step."""
         digest = weights_digest(self.learner.policy.weights())
-        digests = self.ranks.exchange("digest", digest.hex())
-        if len(set(digests)) > 1:
-            raise LedgerError(
-                f"the ranks of run {self.workshop.run} hold different weights after step {step}: "
-                f"{', '.join(d[:16] for d in digests)}; a device or its kernels are not "
-                "deterministic. Resume the run on other hardware"
-            )
-        return digest
+        return agreed_digest(self.ranks, self.workshop.run, step, digest)
 
     def _read(self) -> Run:
         return self.workshop.ledger.call(runs.read, self.workshop.run)
+
+
+def agreed_digest(ranks: Ranks, run: str, step: int, digest: bytes) -> bytes:
+    """The digest of the weights after a step, which must be every rank's.
+
+    Raises:
+        LedgerError: it is not; nothing was booked.
+    """
+    digests = ranks.exchange("digest", digest.hex())
+    if len(set(digests)) > 1:
+        raise LedgerError(
+            f"the ranks of run {run} hold different weights after step {step}: "
+            f"{', '.join(d[:16] for d in digests)}; a device or its kernels are not "
+            "deterministic. Resume the run on other hardware"
+        )
+    return digest
 
 
 def _tell(plan: Planned, outcome: Outcome, waited: dict[str, float]) -> None:

@@ -15,6 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from domain.config import RunConfig
 from domain.errors import ConfigError
@@ -26,7 +29,7 @@ from storage.attempts import Ending
 from storage.database import Ledger
 from storage.objects import ObjectStore
 from tests.playing import Answer, Fleet, configuration, scripted
-from trainer import loop
+from trainer import loop, lora
 from trainer.creation import Workshop
 from trainer.model import weights_digest
 from trainer.waiting import Unfenced, Waits
@@ -72,10 +75,22 @@ def started(
         process.communicate()
 
 
-def train(name: str, services: Services, *, ranks: int = 2) -> None:
-    with started(name, services, ranks=ranks) as process:
+def train(name: str, services: Services, *, ranks: int = 2) -> str:
+    with started(name, services, ranks=ranks, TELL_PUTS="1") as process:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def stored(output: str) -> dict[str, str]:
+    """Which rank stored each object, of what ranks said; none may be stored twice."""
+    found: dict[str, str] = {}
+    for line in output.splitlines():
+        if line.startswith("put "):
+            _, rank, key = line.split()
+            assert key not in found, f"{key} by {found[key]} and {rank}"
+            found[key] = rank
+    return found
 
 
 def reader() -> Waits:
@@ -127,7 +142,9 @@ def straight(
 def test_two_ranks_train_a_run_to_its_end(around: Services, ledger: Ledger, tmp_path: Path) -> None:
     name = create(ledger, tmp_path / "a", steps=3)
     with Fleet(around, tmp_path / "engine"):
-        train(name, around)
+        objects = stored(train(name, around))
+    kinds = {(rank, key.split("/")[0]) for key, rank in objects.items()}
+    assert kinds == {("0", "models"), ("0", "weights"), ("0", "checkpoints")}
     found = ledger.call(runs.read, name)
     assert (found.state, found.version, found.durable_step) == ("finished", 3, 3)
     assert found.world["shares"] == 2
@@ -158,7 +175,10 @@ def test_two_ranks_with_divided_weights_store_each_slice_once(
 ) -> None:
     name = create(ledger, tmp_path / "a", steps=2, trainer={"parallel": "fsdp"})
     with Fleet(around, tmp_path / "engine"):
-        train(name, around)
+        objects = stored(train(name, around))
+    for key, rank in objects.items():
+        divided = key.rpartition("/")[2].partition("-of-2")
+        assert rank == (divided[0][-1] if divided[1] else "0"), key
     found = ledger.call(runs.read, name)
     assert (found.state, found.version, found.durable_step) == ("finished", 2, 2)
     row = ledger.call(checkpoints.at, name, 2)
@@ -185,10 +205,11 @@ def test_two_ranks_with_divided_weights_store_each_slice_once(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_step_of_two_ranks_is_audited_by_two_processes(
-    around: Services, ledger: Ledger, tmp_path: Path
+    around: Services, ledger: Ledger, tmp_path: Path, parallel: str
 ) -> None:
-    name = create(ledger, tmp_path / "a", steps=3)
+    name = create(ledger, tmp_path / "a", steps=3, trainer={"parallel": parallel})
     with Fleet(around, tmp_path / "engine"):
         train(name, around)
 
@@ -217,6 +238,78 @@ def test_a_step_of_two_ranks_is_audited_by_two_processes(
     assert code == 1, told
     assert "DIFFERS" in told
     assert "rewards and statuses of group" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_an_adapter_of_two_ranks_is_published_and_repeated_bit_for_bit(
+    around: Services, ledger: Ledger, tmp_path: Path, parallel: str
+) -> None:
+    sections = {"trainer": {"parallel": parallel}, "model": {"lora": {"rank": 3, "alpha": 6}}}
+    straight, broken = (create(ledger, tmp_path / n, **sections) for n in "ab")
+    files: dict[str, dict[str, Tensor]] = {}
+
+    def keep(folder: Path, manifest: manifests.Manifest) -> None:
+        files[folder.name] = load_file(folder / lora.WEIGHTS)
+        assert weights_digest(files[folder.name]).hex() == manifest.sha256
+
+    with Fleet(around, tmp_path / "engine", on_load=keep):
+        train(straight, around)
+        with started(broken, around, FAILPOINT="apply_done:3") as process:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode != 0, output[-4000:]
+        train(broken, around)
+    assert history(ledger, broken) == history(ledger, straight)
+    assert ledger.call(runs.read, broken).epoch == 2
+    first, last = (files[f"{straight}-{version}"] for version in (0, 4))
+    assert last.keys() == files[f"{broken}-4"].keys()
+    assert any(not torch.equal(first[name], last[name]) for name in last)
+    assert all(torch.equal(files[f"{broken}-4"][name], last[name]) for name in last)
+    row = ledger.call(checkpoints.at, straight, 4)
+    assert row is not None
+    found = manifests.read(ObjectStore(around), f"{row.prefix}/manifest.json")
+    assert found.tensors is not None
+    assert found.tensors.keys() == last.keys()  # none of the frozen weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_full_engine_may_hold_a_version_for_longer_than_a_collective_may_last(
+    around: Services, ledger: Ledger, tmp_path: Path, parallel: str
+) -> None:
+    name = create(ledger, tmp_path / "a", trainer={"parallel": parallel})
+    with Fleet(around, tmp_path / "engine", slots=1) as fleet:
+        fleet.held = {6}  # sampled ahead, with version 0
+        # A collective lasts 16 s at most.
+        with started(name, around, PATIENCE_S="6", LEASE_S="2") as process:
+            while not (held_by := _held_by(ledger, name)):
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.1)
+            assert "g6 " in held_by
+            time.sleep(20)
+            assert process.poll() is None, process.communicate()
+            assert ledger.call(runs.read, name).next_step == 1
+            fleet.release()
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, output[-4000:]
+    found = ledger.call(runs.read, name)
+    assert (found.state, found.version, found.epoch) == ("finished", 4, 1)
+    with ledger.transaction() as tx:
+        waits = tx.execute(
+            "SELECT share, (record->'waited_for'->>'resident_limit')::float8 AS s FROM step_shares "
+            "WHERE run_id = %s AND step = 1 ORDER BY share",
+            (name,),
+        ).fetchall()
+    assert [row["share"] for row in waits] == [0, 1]
+    assert all(row["s"] > 20 for row in waits)
+
+
+def _held_by(ledger: Ledger, name: str) -> str | None:
+    with ledger.transaction() as tx:
+        row = tx.execute(
+            "SELECT max(held_by) AS held_by FROM policy_versions WHERE run_id = %s", (name,)
+        ).fetchone()
+    return None if row is None else row["held_by"]
 
 
 def flat(task: Task, sample: int, version: int) -> Answer:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from domain.errors import ConfigError
+from rollbook.root import ROOT
 from rollbook.stack import ports
 from tests.two_ranks import EVERY_SHARE, PARALLEL, SETTINGS, SHARES
 from trainer import launcher
@@ -203,6 +205,15 @@ def test_a_rank_that_waits_where_nothing_reaches_it_leaves_with_what_another_not
     assert time.monotonic() - began < 60  # it would sleep for longer
 
 
+def test_ranks_that_hold_other_weights_than_each_other_book_nothing(
+    told: dict[str, dict[str, Any]],
+) -> None:
+    assert told["same weights"]["answers"] == [[], []]
+    for kind, text in told["other weights"]["answers"]:
+        assert kind == "LedgerError"
+        assert "hold different weights after step 3: 00, 01" in text
+
+
 def test_rank_0_decides_for_all(told: dict[str, dict[str, Any]]) -> None:
     assert told["decided"]["answers"] == ["by rank 0"] * 2
 
@@ -236,6 +247,28 @@ def test_a_launcher_whose_store_would_outlive_a_world_is_refused() -> None:
     launcher.check(shared | {"TORCHELASTIC_MAX_RESTARTS": "0"})
     with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         launcher.check(shared | {"TORCHELASTIC_MAX_RESTARTS": "5"})
+
+
+def test_a_rank_dies_with_its_launcher() -> None:
+    program = (
+        "import subprocess, sys\n"
+        "child = 'from trainer.launcher import die_with_it; import time; die_with_it(); "
+        "print(1, flush=True); time.sleep(60)'\n"
+        "rank = subprocess.Popen([sys.executable, '-c', child], start_new_session=True)\n"
+        "print(rank.pid, flush=True); rank.wait()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as launched:
+        assert launched.stdout is not None
+        rank = psutil.Process(int(launched.stdout.readline()))
+        assert launched.stdout.readline() == "1\n"  # it has asked for it
+        launched.kill()
+        try:
+            assert rank.wait(20) in (None, -signal.SIGKILL)
+        finally:
+            if rank.is_running():
+                rank.kill()
 
 
 def test_half_of_the_launchers_variables_are_refused() -> None:
