@@ -120,11 +120,18 @@ def _near(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def log_to_stderr(level: int, *, json: bool = False) -> None:
-    """Have this process log lines for people, or JSON lines; ROLLBOOK_LOG overrides the level."""
+def log_to_stderr(level: int, *, json: bool = False, rank: str | None = None) -> None:
+    """Have this process log lines for people, or JSON lines; ROLLBOOK_LOG overrides the level.
+
+    Args:
+        level: of what is logged.
+        json: JSON lines.
+        rank: which of several trainer processes this is, for they share a log; each line says it.
+    """
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    handler.setFormatter(_JsonLines() if json else text)
+    who = "" if rank is None else f"rank {rank} "
+    text = logging.Formatter(f"%(asctime)s %(levelname)-7s {who}%(name)s: %(message)s")
+    handler.setFormatter(_JsonLines(rank) if json else text)
     named = logging.getLevelNamesMapping().get(os.environ.get("ROLLBOOK_LOG", "").upper())
     logging.basicConfig(level=named or level, handlers=[handler], force=True)
     for chatty in ("httpx", "alembic"):
@@ -132,11 +139,16 @@ def log_to_stderr(level: int, *, json: bool = False) -> None:
 
 
 class _JsonLines(logging.Formatter):
+    def __init__(self, rank: str | None) -> None:
+        super().__init__()
+        self._rank = {} if rank is None else {"rank": rank}
+
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC)
         line = {
             "at": at.isoformat(),
             "level": record.levelname,
+            **self._rank,
             "logger": record.name,
             "message": record.getMessage(),
         }

@@ -92,7 +92,7 @@ def trainer(
     """
     from trainer.loop import run as train
 
-    log_to_stderr(logging.INFO, json=json)
+    log_to_stderr(logging.INFO, json=json, rank=os.environ.get("RANK"))
     traces.start("trainer", os.environ)
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,6 +1,8 @@
 """What people and programs get to read."""
 
 import json
+import logging
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -48,3 +50,24 @@ def test_what_a_run_may_cost_is_said_before_its_first_step(
     said = capsys.readouterr().out
     (risk,) = acknowledged(risky)
     assert json.loads(said)["risks"] == [risk] if json_ else risk in " ".join(said.split())
+
+
+@pytest.fixture
+def log_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.mark.usefixtures("log_as_before")
+def test_ranks_that_share_a_log_say_which_one_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (None, "1"):
+        for json_lines in (False, True):
+            output.log_to_stderr(logging.INFO, json=json_lines, rank=rank)
+            logging.getLogger("some.part").info("done")
+    text, lines, text_of_rank, lines_of_rank = capsys.readouterr().err.splitlines()
+    assert text.endswith("INFO    some.part: done")
+    assert "rank" not in json.loads(lines)
+    assert text_of_rank.endswith("INFO    rank 1 some.part: done")
+    assert json.loads(lines_of_rank)["rank"] == "1"
