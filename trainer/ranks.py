@@ -80,7 +80,8 @@ class Ranks:
             readers: ranks that read one share of the data (`trainer.readers`).
 
         Raises:
-            ConfigError: some of the variables are missing.
+            ConfigError: some of the variables are missing, the ranks could not be started again, or
+                there are fewer GPUs than ranks on this machine.
         """
         if "RANK" not in environ:
             yield cls()

@@ -19,13 +19,19 @@ EARLY_OR_LATE = {"c_uploaded", "c_row", "c_served", "close_mid", "close_done", "
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(30))
-def test_whatever_dies_when_the_run_ends_as_it_must(stage: Stage, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "ranks"), [*((seed, 1) for seed in range(30)), *((seed, 2) for seed in range(30, 38))]
+)
+def test_whatever_dies_when_the_run_ends_as_it_must(stage: Stage, seed: int, ranks: int) -> None:
     dice = random.Random(seed)
     stage.begin(
+        trainer={"ranks": ranks, "parallel": "fsdp" if ranks > 1 and seed % 2 else "ddp"},
         steps=STEPS,
         checkpoint={"every": dice.choice([1, 2, 3])},
-        tasks={"source": f"walk:{dice.choice(['snapshot', 'stateless', 'drop'])}"},
+        tasks={
+            "source": f"walk:{dice.choice(['snapshot', 'stateless', 'drop'])}",
+            "batch_size": 2 // ranks,
+        },
         schedule={"order": dice.choice(["dataset", "deadline", "admission"])},
         groups={"oversample": dice.choice([0, 1])},
     )
