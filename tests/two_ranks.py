@@ -31,6 +31,7 @@ from trainer import determinism, folders, sharding
 from trainer.advantages import Estimator
 from trainer.batch import Batch
 from trainer.model import Policy, weights_digest
+from trainer.note import RankLost
 from trainer.objective import Aggregation, Kind
 from trainer.optimizer import Optimizer
 from trainer.ranks import Ranks
@@ -378,8 +379,8 @@ def death(ranks: Ranks) -> None:
     began = time.monotonic()
     try:
         ranks.exchange("never", None)
-    except RuntimeError:
-        tell(ranks, "death", seconds=time.monotonic() - began)
+    except RankLost as lost:
+        tell(ranks, "death", seconds=time.monotonic() - began, said=str(lost))
     os._exit(0)
 
 
@@ -407,7 +408,7 @@ def stuck(ranks: Ranks) -> None:
     with ranks.sums():
         if ranks.rank == 1:
             raise OverflowError("while the other waits")
-        time.sleep(100)
+        time.sleep(3600)
 
 
 def tell(ranks: Ranks, case: str, **found: object) -> None:

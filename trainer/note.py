@@ -33,6 +33,10 @@ class RankBroken(RuntimeError):
     """Another rank raised what this one has no class for."""
 
 
+class RankLost(RuntimeError):
+    """Another rank is gone without a word, or was silent for too long: this process ends."""
+
+
 class Note:
     """What stands in the store of one world."""
 

@@ -38,7 +38,7 @@ from torch.distributed.rendezvous import rendezvous
 from domain.errors import RunStopped
 from trainer import launcher
 from trainer.devices import place
-from trainer.note import Note, described, rebuilt
+from trainer.note import Note, RankLost, described, rebuilt
 from trainer.waiting import Kind, Stopped, Waits
 
 T = TypeVar("T")
@@ -269,7 +269,21 @@ class Ranks:
         return self._agreed
 
     def _gather(self, raw: Tensor) -> list[Tensor]:
-        """Everyone's bytes; their numbers may differ."""
+        """Everyone's bytes; their numbers may differ.
+
+        Raises:
+            RankLost: another rank has left, or has been silent for too long.
+        """
+        try:
+            return self._gathered(raw)
+        except RuntimeError as error:
+            raise RankLost(
+                f"rank {self.rank} has lost another one of {self.size} trainer processes "
+                f"({str(error).partition('. ')[0]}). It ends too; whoever started them starts all "
+                "again, and the step is computed anew"
+            ) from error
+
+    def _gathered(self, raw: Tensor) -> list[Tensor]:
         length = torch.tensor([raw.numel()])
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length)

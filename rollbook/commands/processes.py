@@ -91,6 +91,7 @@ def trainer(
     Example: `rollbook trainer reverse3`
     """
     from trainer.loop import run as train
+    from trainer.note import RankLost
 
     log_to_stderr(logging.INFO, json=json, rank=os.environ.get("RANK"))
     traces.start("trainer", os.environ)
@@ -108,6 +109,9 @@ def trainer(
         )
     except Fenced as lost:  # started again, it would only fight for the run
         final = f"left to another trainer ({lost})"
+    except RankLost as lost:  # which rank went first is in torchrun's report
+        logging.getLogger(__name__).error("%s", lost)  # noqa: TRY400
+        raise typer.Exit(1) from None
     if json:
         print_event("end", run=run, state=final)
     else:

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,12 +196,10 @@ def test_what_breaks_in_the_middle_of_a_sum_raises_the_same_error_on_all(
 def test_a_rank_that_waits_where_nothing_reaches_it_leaves_with_what_another_noted(
     tmp_path: Path,
 ) -> None:
-    began = time.monotonic()
     first, second = processes(tmp_path, "stuck")
     assert (first.returncode, second.returncode) == (0, 1)
     assert "OverflowError('while the other waits')" in first.errors
     assert "OverflowError: while the other waits" in second.errors
-    assert time.monotonic() - began < 60  # it would sleep for longer
 
 
 def test_ranks_that_hold_other_weights_than_each_other_book_nothing(
@@ -224,6 +221,7 @@ def test_one_rank_that_is_told_to_stop_stops_all(told: dict[str, dict[str, Any]]
 
 def test_a_killed_rank_does_not_leave_the_other_waiting(told: dict[str, dict[str, Any]]) -> None:
     assert told["death"]["seconds"] < 10
+    assert "rank 0 has lost another one of 2 trainer processes" in told["death"]["said"]
 
 
 def test_each_rank_of_a_machine_takes_its_own_gpu_and_gloo_carries_what_is_said() -> None:
