@@ -10,10 +10,10 @@ exit is the end of the run.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from domain.config import RunConfig
@@ -154,6 +154,8 @@ class Job:
                     TRAINER,
                     *arguments,
                     before=torchrun(c.trainer.ranks),
+                    # As torchrun would set it, with a banner; the trainer chooses its own number.
+                    threads={"OMP_NUM_THREADS": "1"} if c.trainer.ranks > 1 else {},
                     restart=_TRAINING,
                     stop_grace_s=_TRAINER_STOP_S,
                 )
@@ -176,6 +178,7 @@ class Job:
         restart: Restart = _SERVICE,
         stop_grace_s: float = 20.0,
         ready: Callable[[], None] | None = None,
+        threads: Mapping[str, str] = MappingProxyType({}),
     ) -> Command:
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         return Command(
@@ -190,7 +193,13 @@ class Job:
                 str(self._state),
             ),
             log=self.folder / "logs" / f"{name}.log",
-            env={**os.environ, **self.services.environment(), **_vllm(), "PYTHONPATH": path},
+            env={
+                **threads,
+                **os.environ,
+                **self.services.environment(),
+                **_vllm(),
+                "PYTHONPATH": path,
+            },
             cwd=Path(self.config.root),
             restart=restart,
             stop_grace_s=stop_grace_s,
