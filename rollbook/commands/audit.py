@@ -64,13 +64,18 @@ def _judge(run: str, step: int | None, state: Path) -> Sequence["Verdict"]:
 
     def judge(services: Services) -> Sequence["Verdict"]:
         ranks = 1 if "RANK" in os.environ else _ranks(run, services)
+        first = auditing.oldest(run, services)
+        if step is not None and step < first:
+            raise LedgerError(
+                f"step {step} of run {run} cannot be recomputed: the oldest checkpoint that is kept "
+                f"is {first}; audit a step from there on, or keep more of them (checkpoint.keep)"
+            )
         if ranks > 1:
             arguments = [run] if step is None else [run, str(step)]
             told = _told(arguments, services, state, ranks)
             return [auditing.Verdict(**v | {"differences": tuple(v["differences"])}) for v in told]
         if step is not None:
             return [auditing.step(run, services, step, environ=os.environ)]
-        first = auditing.oldest(run, services)
         return [*auditing.replay(run, services, first=first, environ=os.environ)]
 
     try:

@@ -80,6 +80,11 @@ def test_past_steps_are_recomputed_exactly_and_what_changed_is_named(
     assert "group 4.0" in told.stdout.replace("\n", " ")
     assert told.exit_code == 1
 
+    trained.do("UPDATE checkpoints SET state = 'deleted' WHERE run_id = %s AND step < 2", run)
+    told = CliRunner().invoke(app, ["audit", run, "1"])
+    assert isinstance(told.exception, LedgerError)
+    assert "oldest checkpoint that is kept is 2" in str(told.exception)
+
 
 FLIP = "UPDATE segments SET {0} = set_byte({0}, 0, get_byte({0}, 0) # {1}) " + (
     "WHERE run_id = %s AND (group_id, sample, seq) = (4, 1, 0)"
