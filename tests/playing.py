@@ -93,6 +93,7 @@ class Fleet:
         self.held: set[int] = set()
         """Groups whose attempts start and go on until `release`."""
         self._kept: list[tuple[str, Mapping[str, Any]]] = []
+        self._released: set[int] = set()
         self.loaded: list[int] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._play, daemon=True)
@@ -114,15 +115,17 @@ class Fleet:
         if self._broken is not None:
             raise self._broken
 
-    def release(self) -> None:
-        """Play what was held to its end."""
-        self.held = set()
+    def release(self, group: int) -> None:
+        """Play a group that was held to its end."""
+        self.held.remove(group)
+        self._released.add(group)
 
     def _play(self) -> None:
         try:
             while not self._over.wait(0.02):
-                while self._kept and not self.held:
-                    self._to_its_end(*self._kept.pop())
+                for kept in [k for k in self._kept if k[1]["group"] in self._released]:
+                    self._kept.remove(kept)
+                    self._to_its_end(*kept)
                 while commands := self.ledger.call(self._claim):
                     for command in commands:
                         self._obey(command)
@@ -154,20 +157,22 @@ class Fleet:
 
     def _to_its_end(self, run: str, g: Mapping[str, Any]) -> None:
         outcome: Closing = "abandoned" if g["group"] in self.abandoned else "complete"
+        held = g["group"] in self.held  # once: it may be released meanwhile
         if outcome == "complete":
             for sample, attempt in g["samples"]:
-                self._attempt(AttemptIn(run=run, group=g["group"], sample=sample, attempt=attempt))
-        if g["group"] in self.held:
+                i = AttemptIn(run=run, group=g["group"], sample=sample, attempt=attempt)
+                self._attempt(i, held=held)
+        if held:
             self._kept.append((run, g))
             return
         finish = FinishGroup(run=run, group=g["group"], gen=g["gen"], outcome=outcome)
         self.ledger.call(groups.finish, finish)
 
-    def _attempt(self, i: AttemptIn) -> None:
+    def _attempt(self, i: AttemptIn, *, held: bool) -> None:
         started = self.ledger.call(attempts.start, i, worker="played")
         if started.ended is not None:
             return
-        if i.group in self.held:
+        if held:
             return
         segment, ending = self.answer(started.task, i.sample, started.version)
 

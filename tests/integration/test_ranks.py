@@ -279,9 +279,13 @@ def test_a_full_engine_may_hold_a_version_for_longer_than_a_collective_may_last(
 ) -> None:
     name = create(ledger, tmp_path / "a", trainer={"parallel": parallel})
     with Fleet(around, tmp_path / "engine", slots=1) as fleet:
-        fleet.held = {6}  # sampled ahead, with version 0
+        fleet.held = {3, 6}  # of the first step, and of the one that is sampled ahead
         # A collective lasts 16 s at most.
         with started(name, around, PATIENCE_S="6", LEASE_S="2") as process:
+            while not _runs_with_version_0(ledger, name, 6):
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.1)
+            fleet.release(3)
             while not (held_by := _held_by(ledger, name)):
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.1)
@@ -289,7 +293,7 @@ def test_a_full_engine_may_hold_a_version_for_longer_than_a_collective_may_last(
             time.sleep(20)
             assert process.poll() is None, process.communicate()
             assert ledger.call(runs.read, name).next_step == 1
-            fleet.release()
+            fleet.release(6)
             output, _ = process.communicate(timeout=120)
             assert process.returncode == 0, output[-4000:]
     found = ledger.call(runs.read, name)
@@ -301,7 +305,16 @@ def test_a_full_engine_may_hold_a_version_for_longer_than_a_collective_may_last(
             (name,),
         ).fetchall()
     assert [row["share"] for row in waits] == [0, 1]
-    assert all(row["s"] > 20 for row in waits)
+    assert all(row["s"] > 10 for row in waits)  # asleep, between two exchanges
+
+
+def _runs_with_version_0(ledger: Ledger, name: str, group: int) -> bool:
+    with ledger.transaction() as tx:
+        query = (
+            "SELECT 1 FROM attempts WHERE run_id = %s AND group_id = %s AND state = 'running' "
+            "AND pinned_version = 0"
+        )
+        return tx.execute(query, (name, group)).fetchone() is not None
 
 
 def _held_by(ledger: Ledger, name: str) -> str | None:
