@@ -187,6 +187,7 @@ class AttachedServer:
             url: its base URL.
             settings: how whoever keeps it has started it.
         """
+        self._settings = settings
         self._control = control_of(url, settings)
         self._started: float | None = None
 
@@ -220,8 +221,10 @@ class AttachedServer:
             return False
 
     async def stop(self) -> None:
-        """Forget which process it was."""
+        """Forget which process it was, and hang up."""
         self._started = None
+        control, self._control = self._control, control_of(self._control.url, self._settings)
+        await control.aclose()
 
     async def _start_time(self) -> float:
         found = re.search(

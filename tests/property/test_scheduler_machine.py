@@ -41,6 +41,8 @@ from tests.staged import Staged
 
 PATIENCE = 400
 """Polls without a step that count as a hang."""
+PARTS = 10
+"""Of twenty long examples each: a quarter of an hour and more."""
 _numbers = count()
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -452,7 +454,9 @@ def test_many_long_interleavings_keep_the_books(
     fresh_ledger: Callable[[], AbstractContextManager[Ledger]],
 ) -> None:
     reached: set[str] = set()
-    for part in range(1, 21):  # a ledger that holds many runs is slow to check after each event
+    for part in range(
+        1, PARTS + 1
+    ):  # a ledger that holds many runs is slow to check after each event
         with fresh_ledger() as ledger:
             check(ledger, examples=20, length=30, of=part)
             with ledger.transaction() as tx:
@@ -463,5 +467,5 @@ def test_many_long_interleavings_keep_the_books(
                     "WHERE resubmitted_as IS NOT NULL"
                 )
                 reached |= {f"again: {row['at']}" for row in causes}
-        log.info("%d of 400 examples", 20 * part)
+        log.info("%d of %d examples", 20 * part, 20 * PARTS)
     assert reached >= {*CLOSED, *(f"again: {cause}" for cause in CAUSES)}

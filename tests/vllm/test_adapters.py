@@ -15,7 +15,7 @@ from activities.inference import Generated
 from domain.config import Lora
 from domain.errors import EngineRefused, EngineUnavailable
 from tests.integration.engine.lab import Weights, idle, reach, sampling
-from tests.vllm.lab import QWEN3, Lab, Stored, attached_front, probe_of
+from tests.vllm.lab import LONG, QWEN3, Lab, Stored, attached_front, probe_of
 from trainer import lora
 from trainer.model import weights_digest
 
@@ -116,12 +116,12 @@ async def test_a_version_is_proven_while_others_are_sampled(adapters: Lab) -> No
     await adapters.client.unload(adapters.url, "run@1")
     ids = [9, 8, 7]
     pending = [
-        asyncio.create_task(ask(adapters, ids, "run@0", max_tokens=400, seed=n)) for n in range(6)
+        asyncio.create_task(ask(adapters, ids, "run@0", max_tokens=1000, seed=n)) for n in range(6)
     ]
     await reach(adapters.client, adapters.url, lambda health: health.running == 6)
     await adapters.load("run@1", stored(A[1]))
     for found in await asyncio.gather(*pending):
-        assert len(found.sampled_ids) == 400
+        assert len(found.sampled_ids) == 1000
         assert error(A[0], ids, found) < EXACT
 
 
@@ -145,7 +145,7 @@ async def test_an_unloaded_version_finishes_what_it_began_and_its_folder_lasts_a
 ) -> None:
     """Deleted earlier, a server that evicted the adapter meanwhile would die of reading it."""
     ids, next_one = [1, 2, 3], stored(A[2])
-    pending = asyncio.create_task(ask(adapters, ids, "run@0", max_tokens=400))
+    pending = asyncio.create_task(ask(adapters, ids, "run@0", max_tokens=LONG))
     await reach(adapters.client, adapters.url, lambda health: health.running == 1)
     await adapters.client.unload(adapters.url, "run@0")
     with frozen(adapters):  # the request cannot end meanwhile; what follows asks the front alone
@@ -155,7 +155,7 @@ async def test_an_unloaded_version_finishes_what_it_began_and_its_folder_lasts_a
             await adapters.load("run@2", next_one)
         assert any(name.startswith("run@0-") for name in folders(adapters))
     found = await pending
-    assert found.spans == ((0, 400),)
+    assert found.spans == ((0, LONG),)
     assert error(A[0], ids, found) < EXACT
     await idle(adapters.client, adapters.url)
     assert not any(name.startswith("run@0-") for name in folders(adapters))
