@@ -170,6 +170,11 @@ def conflicts(c: "RunConfig") -> list[tuple[bool, str]]:
             "rewards within a group still teach; schedule.filter_zero_variance needs another",
         ),
         (
+            s.filter_zero_variance and g.size < 2,
+            "schedule.filter_zero_variance would leave out every group: the reward of one rollout "
+            f"equals itself; it needs groups.size of at least 2 (it is {g.size})",
+        ),
+        (
             c.admit > c.tasks.batch_size or (c.admit < c.tasks.batch_size and s.order != "dataset"),
             f"groups.admit = {c.admit} must not exceed tasks.batch_size = {c.tasks.batch_size}, "
             'and a smaller one needs schedule.order = "dataset"',

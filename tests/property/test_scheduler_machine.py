@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
                 "max_lag": ahead + sync_every - 1 + slack,
                 "on_reopen": on_reopen,
                 "max_empty_batches": 100,
-                "filter_zero_variance": filtered and not dataset,
+                "filter_zero_variance": filtered and size > 1 and not dataset,
                 "max_filtered_batches": 100,
             },
             trainer={

@@ -89,6 +89,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"schedule": {"filter_zero_variance": True}, "trainer": {"estimator": "batch"}},
         "still teach",
     ),
+    "filter one": (
+        {
+            "schedule": {"filter_zero_variance": True},
+            "groups": {"size": 1},
+            "trainer": {"estimator": "mean"},
+        },
+        "would leave out every group",
+    ),
     "readers": ({"trainer": {"ranks": 3, "readers": 2}}, "no multiple of trainer.readers"),
     "divided alone": ({"trainer": {"parallel": "fsdp"}}, "raise trainer.ranks"),
     "standardize": ({"trainer": {"standardize": True}}, 'applies to estimator "batch" only'),
