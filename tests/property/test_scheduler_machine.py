@@ -41,8 +41,8 @@ from tests.staged import Staged
 
 PATIENCE = 400
 """Polls without a step that count as a hang."""
-PARTS = 10
-"""Of twenty long examples each: a quarter of an hour and more."""
+PARTS = 20
+"""Of twenty long examples each: ten minutes on a quiet machine."""
 _numbers = count()
 
 SCHEDULES: dict[str, dict[str, Any]] = {
