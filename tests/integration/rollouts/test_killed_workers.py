@@ -305,7 +305,8 @@ async def test_killed_before_its_start_is_committed(
     place.start_worker()
     check_resumed(b, group, await handle.result())
     assert b.attempt(group, 0)["fence"] == 1
-    assert b.sql("SELECT count(*) AS n FROM attempts WHERE sample = 0")[0]["n"] == 1
+    tries = "SELECT count(*) AS n FROM attempts WHERE run_id = %s AND sample = 0"
+    assert b.sql(tries, b.run)[0]["n"] == 1
 
 
 async def test_a_rollout_that_cannot_resume_is_lost_and_not_a_failure(
