@@ -2,141 +2,41 @@
 
 import json
 import os
-import secrets
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from domain.config import RunConfig
 from domain.errors import ConfigError
 from domain.rollouts import Status, Task
 from domain.services import Services
-from rollbook.launch import torchrun
-from storage import checkpoints, fork, manifests, plans, runs
+from storage import checkpoints, manifests, plans, runs
 from storage.attempts import Ending
 from storage.database import Ledger
 from storage.objects import ObjectStore
-from tests.playing import Answer, Fleet, configuration, scripted
+from tests.launched_ranks import (
+    TRAIN_ONCE,
+    create,
+    history,
+    reader,
+    started,
+    stored,
+    train,
+)
+from tests.playing import Answer, Fleet, scripted
 from trainer import loop, lora
 from trainer.creation import Workshop
 from trainer.model import weights_digest
-from trainer.waiting import Unfenced, Waits
 
 KINDS = ("weights", "optimizer")
-History = list[tuple[Any, ...]]
-TRAIN_ONCE = Path(__file__).parents[1] / "train_once.py"
 BROKEN_RANK = TRAIN_ONCE.with_name("broken_rank.py")
-
-
-@pytest.fixture
-def around(ledger_url: str, ledger: Ledger, s3_services: Services) -> Services:
-    """A fresh ledger and the session's object store."""
-    ObjectStore(s3_services).prepare()
-    return s3_services.model_copy(update={"database_url": ledger_url})
-
-
-def create(ledger: Ledger, folder: Path, **sections: Any) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"t{secrets.token_hex(4)}"
-    trainer = {"ranks": 2, "grad_clip": None} | sections.pop("trainer", {})
-    config: RunConfig = configuration(name, folder, trainer=trainer, **sections)
-    ledger.call(runs.create, config, world={})
-    return name
-
-
-@contextmanager
-def started(
-    name: str, services: Services, *, program: Path = TRAIN_ONCE, ranks: int = 2, **environ: str
-) -> "Iterator[subprocess.Popen[str]]":
-    """torchrun with the ranks of a program, as `rollbook run` starts the trainer."""
-    process = subprocess.Popen(
-        [sys.executable, *torchrun(ranks), str(program), name],
-        env=os.environ | services.environment() | {"OMP_NUM_THREADS": "1"} | environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def train(name: str, services: Services, *, ranks: int = 2) -> str:
-    with started(name, services, ranks=ranks, TELL_PUTS="1") as process:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output[-4000:]
-    return output
-
-
-def stored(output: str) -> dict[str, str]:
-    """Which rank stored each object, of what ranks said; none may be stored twice."""
-    found: dict[str, str] = {}
-    for line in output.splitlines():
-        if line.startswith("put "):
-            _, rank, key = line.split()
-            assert key not in found, f"{key} by {found[key]} and {rank}"
-            found[key] = rank
-    return found
-
-
-def reader() -> Waits:
-    """The waits of a process that trains nothing."""
-    return Waits(lambda: False, Unfenced(), patience_s=20)
-
-
-def history(ledger: Ledger, name: str) -> History:
-    """What must be equal in every execution of one run on two ranks."""
-    with ledger.transaction() as tx:
-        rows = tx.execute(
-            "SELECT step, version_before, updated, groups, weights_sha256, metrics->>'loss' AS loss, "
-            "ARRAY(SELECT (share, group_id) FROM queue q WHERE (q.run_id, q.step) = "
-            "(s.run_id, s.step) ORDER BY share, pos)::text AS plan "
-            "FROM steps s WHERE run_id = %s ORDER BY step",
-            (name,),
-        ).fetchall()
-    return [tuple(row.values()) for row in rows]
-
-
-@pytest.fixture(scope="module")
-def remembered() -> dict[str, History]:
-    return {}
-
-
-@pytest.fixture(params=["ddp", "fsdp"])
-def parallel(request: pytest.FixtureRequest) -> str:
-    """How the ranks share the work of a step."""
-    return str(request.param)
-
-
-@pytest.fixture
-def straight(
-    around: Services,
-    ledger: Ledger,
-    tmp_path: Path,
-    remembered: dict[str, History],
-    parallel: str,
-) -> History:
-    """The history of an undisturbed run."""
-    if parallel not in remembered:
-        name = create(ledger, tmp_path / "straight", trainer={"parallel": parallel})
-        with Fleet(around, tmp_path / "straight-engine"):
-            train(name, around)
-        remembered[parallel] = history(ledger, name)
-    return remembered[parallel]
 
 
 def test_two_ranks_train_a_run_to_its_end(around: Services, ledger: Ledger, tmp_path: Path) -> None:
@@ -458,103 +358,3 @@ def test_one_failure_raises_the_same_error_on_every_rank_and_none_is_left_waitin
         "failed",
         "DataChanged: somebody has exchanged the data",
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["apply_done:2", "mid_step:2", "plan_mid:2", "ck_done"])
-def test_a_killed_rank_changes_no_weight(
-    around: Services,
-    ledger: Ledger,
-    tmp_path: Path,
-    straight: History,
-    parallel: str,
-    point: str,
-) -> None:
-    """Every rank has the failpoint; the first to reach it dies, and torchrun ends the others."""
-    broken = create(ledger, tmp_path / "b", trainer={"parallel": parallel})
-    with Fleet(around, tmp_path / "engine"):
-        with started(broken, around, FAILPOINT=point) as process:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode != 0, output[-4000:]
-        train(broken, around)
-    assert history(ledger, broken) == straight
-    assert ledger.call(runs.read, broken).epoch == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["0", "1"])
-def test_a_rank_killed_while_it_stores_its_slices_leaves_nothing_that_can_be_loaded(
-    around: Services, ledger: Ledger, tmp_path: Path, victim: str
-) -> None:
-    name = create(
-        ledger, tmp_path / "b", steps=3, trainer={"parallel": "fsdp"}, checkpoint={"every": 1}
-    )
-    point = {"0": "ck_part:4", "1": "ck_part:1"}[victim]  # rank 0 has stored three at creation
-    with Fleet(around, tmp_path / "engine"):
-        with started(name, around, FAILPOINT=point, FAILPOINT_RANK=victim) as process:
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode != 0, output[-4000:]
-        broken = ledger.call(runs.read, name)
-        assert (broken.durable_step, broken.next_step) == (0, 1)
-        left = [entry.key for entry in ObjectStore(around).list(f"checkpoints/{name}/00000001/")]
-        assert any(key.endswith(f"-{victim}-of-2.safetensors") for key in left)
-        assert not any(key.endswith(manifests.NAME) for key in left)
-        train(name, around)
-    found = ledger.call(runs.read, name)
-    assert (found.state, found.version, found.durable_step) == ("finished", 3, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_ranks_goes_on_from_a_durable_step(
-    around: Services, ledger: Ledger, tmp_path: Path, before: int, after: int
-) -> None:
-    trainer = {"ranks": before, "parallel": "fsdp" if before > 1 else "ddp"}
-    parent = create(ledger, tmp_path / "a", trainer=trainer, checkpoint={"every": 1})
-    with Fleet(around, tmp_path / "engine"):
-        with started(parent, around, ranks=before, FAILPOINT="ck_done:2") as process:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode != 0, output[-4000:]
-        stopped = ledger.call(runs.read, parent)
-        assert stopped.durable_step == stopped.next_step == 2
-        epoch = ledger.call(runs.take_over, parent, "elsewhere:1", lease_s=30, force=True)
-        child = ledger.call(lambda tx: fork.fork(tx, parent, epoch, None, shares=after))
-        train(child, around, ranks=after)
-    found = ledger.call(runs.read, child)
-    assert (found.state, found.first_step, found.next_step) == ("finished", 2, 4)
-    assert (found.version, found.shares, found.config.trainer.parallel) == (4, after, "ddp")
-    with ledger.transaction() as tx:
-        first = tx.execute(
-            "SELECT c.manifest_sha256 = p.manifest_sha256 AS same FROM checkpoints c "
-            "JOIN checkpoints p ON (p.run_id, p.step) = (%s, c.step) "
-            "WHERE (c.run_id, c.step) = (%s, 2)",
-            (parent, child),
-        ).fetchone()
-        trained = tx.execute(
-            "SELECT g.task_id FROM queue q JOIN groups g USING (run_id, group_id) "
-            "WHERE q.run_id = %s AND q.step < 2 OR q.run_id = %s",
-            (parent, child),
-        ).fetchall()
-    assert first == {"same": True}  # it stands at its parent's weights and moments
-    assert len({row["task_id"] for row in trained}) == len(trained) == 2 * 2 * (before + after)
-
-
-@pytest.mark.slow
-def test_a_rank_killed_at_any_moment_ends_its_world_in_time(
-    around: Services, ledger: Ledger, tmp_path: Path, straight: History, parallel: str
-) -> None:
-    broken = create(ledger, tmp_path / "b", trainer={"parallel": parallel})
-    with Fleet(around, tmp_path / "engine"):
-        with started(broken, around) as process:
-            while ledger.call(runs.read, broken).next_step < 2:
-                assert process.poll() is None, process.communicate()
-                time.sleep(0.05)
-            ranks = psutil.Process(process.pid).children(recursive=True)
-            second = next(p for p in ranks if p.environ().get("RANK") == "1")
-            second.send_signal(signal.SIGKILL)
-            output, _ = process.communicate(timeout=30)
-            assert process.returncode != 0, output[-4000:]
-            _, alive = psutil.wait_procs(ranks, timeout=10)
-            assert not alive
-        train(broken, around)
-    assert history(ledger, broken) == straight
